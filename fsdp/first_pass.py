@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import gc
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -14,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp.optimizer import Fsdp, automatic, refuse_what_is_lost
 from fsdp.units import Unit, outermost, root_of, taken, unit_of, units_in
 from overlap.horovod.mesh import set_of
+from overlap.job.default_ranks import Place, place
 from overlap.job.process_set import ProcessSet
 from overlap.job.session import current
 from overlap.optimizer.adoption import adopt, optimizers_of
@@ -38,9 +40,10 @@ WIRES = {
 
 
 def begin(module: Any) -> None:
-    """Shard the model around `module`, whose forward pass begins, if there is an optimizer that trains it. On every rank.
+    """Shard the model around `module`, whose forward pass begins, if there are optimizers that train it. On every rank.
 
-    Raises ``RuntimeError`` for several optimizers, or one that is distributed already.
+    Raises ``RuntimeError`` for one that is distributed already, and for a parameter that is in two; on every rank where
+    ranks have different ones.
     """
     if not torch.is_grad_enabled():
         return
@@ -48,25 +51,64 @@ def begin(module: Any) -> None:
     if model is not module and unit_of(model).calls:
         return  # that has looked already
     trained = [each for each in model.parameters() if each.requires_grad]
-    found = optimizers_of(trained)
-    if not found:
+    if not optimizers_of(trained):
         return
-    if len(found) > 1 or current().registry.having(trained):
-        names = ", ".join(type(each).__name__ for each in found)
-        raise RuntimeError(
-            f"the parameters of {type(model).__name__} belong to {len(found)} optimizer(s) ({names}), and fully_shard() "
-            "works with one that no DistributedOptimizer wraps; it may have several parameter groups"
-        )
+    found = _found(list(model.parameters()))
+    _refuse_taken(model, found)
     agree_on_strategy("fsdp")
     refuse_what_is_lost(model)
     root = root_of(model)
     root.units = units_in([model])
-    _refuse_frozen(model, root.units, set(_trained(found[0])))
+    _refuse_frozen(model, root.units, {each for optimizer in found for each in _trained(optimizer)})
     for unit in root.units:
         unit.root = root
     _watch_steps()
-    arguments = replace(_arguments(root.units, found[0]), process_set=_process_set(root.units))
-    root.train(adopt(found[0], model, partial(_strategy, root.units, arguments), arguments))
+    process_set, groups = _ranks(root.units, [_described(each, model) for each in found])
+    adopted = []
+    for each in found:
+        arguments = replace(_arguments(root.units, each), process_set=process_set)
+        adopted.append(adopt(each, model, partial(_strategy, root.units, groups, arguments), arguments))
+    root.train(adopted)
+
+
+def _found(parameters: Sequence[torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """The optimizers that have `parameters`, also of those that are frozen now, by the first one that each has.
+
+    So their order is the same on all ranks.
+    """
+    if len(optimizers_of(parameters)) > 1:
+        gc.collect()  # one that the script has let go of may be there still, on some ranks
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    return sorted(
+        optimizers_of(parameters),
+        key=lambda each: min(places.get(number, len(places)) for number in _trained(each)),
+    )
+
+
+def _refuse_taken(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ``RuntimeError`` where a parameter has two optimizers, or a distributed one."""
+    if current().registry.having(list(model.parameters())):
+        raise RuntimeError(
+            f"parameters of {type(model).__name__} belong to a DistributedOptimizer, and fully_shard() works with plain "
+            "optimizers: leave out fully_shard(), or do not wrap the optimizer"
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners: dict[int, torch.optim.Optimizer] = {}
+    for optimizer in optimizers:
+        for number in _trained(optimizer):
+            other = owners.setdefault(number, optimizer)
+            if other is not optimizer:
+                raise RuntimeError(
+                    f"parameter {names.get(number)!r} of {type(model).__name__} is in two optimizers "
+                    f"({type(other).__name__}, {type(optimizer).__name__}), and fully_shard() gives each parameter to one: "
+                    "let go of the other one, or divide the parameters between them"
+                )
+
+
+def _described(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> str:
+    mine = _trained(optimizer)
+    first = next((name for name, each in model.named_parameters() if id(each) in mine), "")
+    return f"{type(optimizer).__name__} of {len(mine)} parameters from {first!r}"
 
 
 @functools.cache
@@ -79,15 +121,17 @@ def _refuse_stranger(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any)
     """Raise ``RuntimeError`` where `optimizer` is a plain one, made later, of parameters that are sharded."""
     if not isinstance(optimizer, DistributedOptimizer) and not taken(sharded=True).isdisjoint(_trained(optimizer)):
         raise RuntimeError(
-            f"{type(optimizer).__name__}.step(): parameters of this optimizer are sharded already, with the one that "
-            "their model's first training pass has found. Use that one; add_param_group() adds parameters to it"
+            f"{type(optimizer).__name__}.step(): parameters of this optimizer are sharded already, with the optimizers "
+            "that their model's first training pass has found. Use those, and make all of them before that pass; "
+            "add_param_group() adds parameters to one"
         )
 
 
-def _strategy(units: Sequence[Unit], arguments: SharedArguments, optimizer: torch.optim.Optimizer) -> Fsdp:
+def _strategy(
+    units: Sequence[Unit], groups: Groups, arguments: SharedArguments, optimizer: torch.optim.Optimizer
+) -> Fsdp:
     stay = {id(each) for unit in units if unit.stays for each in unit.parameters}
     numbers = [number for number, each in enumerate(_trained(optimizer)) if each in stay]
-    groups = next(unit.groups for unit in units if unit.parameters)
     shard_group = groups if len(groups) > 1 else None
     dtype = _one(units, "param_dtype")
     return automatic(optimizer, arguments, stay=numbers, param_dtype=dtype, shard_group=shard_group)
@@ -134,21 +178,28 @@ def _refuse_frozen(model: torch.nn.Module, units: Sequence[Unit], trained: set[i
                 )
 
 
-def _process_set(units: Sequence[Unit]) -> ProcessSet:
-    """The ranks of all `units`. On every rank of the job; raises on all of them where some give others than their peers."""
+def _ranks(units: Sequence[Unit], optimizers: list[str]) -> tuple[ProcessSet, Groups]:
+    """The ranks of all `units`, and the groups of them within which they are sharded. On every rank of the job.
+
+    Raises on all of them where some give others than their peers, or have found other `optimizers`, as they are described.
+    """
     session = current()
-    mine = list(dict.fromkeys(unit.groups for unit in units if unit.parameters))
-    everyones = allgather_object(session.control, mine)
-    for found in everyones:
+    mine = list(dict.fromkeys((unit.groups, unit.by_default_group) for unit in units if unit.parameters))
+    told = allgather_object(session.control, (mine, optimizers, place()))
+    numbers = {(there.group, there.rank): rank for rank, (_, _, there) in enumerate(told) if there is not None}
+    groups = []
+    for rank, (meshes, _, there) in enumerate(told):
+        found = list(dict.fromkeys(_in_job(rank, each, there if by else None, numbers) for each, by in meshes))
         if len(found) > 1:
             raise NotImplementedError(
                 f"mesh differs between modules: some are sharded over ranks {_listed(found[0])} and some over "
                 f"{_listed(found[1])}; give all modules of a model the same"
             )
-    why = _why_no_sets([found[0] for found in everyones])
+        groups.append(found[0])
+    why = _why_no_sets(groups) or _why_no_peers(groups, [theirs for _, theirs, _ in told])
     if why is not None:
         raise ValueError(why)
-    return set_of(list(dict.fromkeys(_members(found[0]) for found in everyones)))
+    return set_of(list(dict.fromkeys(map(_members, groups)))), groups[session.comm.rank]
 
 
 def _members(groups: Groups) -> tuple[int, ...]:
@@ -157,6 +208,22 @@ def _members(groups: Groups) -> tuple[int, ...]:
 
 def _listed(groups: Groups) -> str:
     return " and ".join(str(list(group)) for group in groups)
+
+
+def _in_job(rank: int, groups: Groups, there: Place | None, numbers: Mapping[tuple[str, int], int]) -> Groups:
+    """The `groups` of ranks of a mesh of `rank`, as the job numbers them (pure).
+
+    If they are of a default group, `rank` is `there` in it, and `numbers` has the ranks of the job by group and rank in it.
+    """
+    if there is None:
+        return groups
+    strangers = [each for each in _members(groups) if (there.group, each) not in numbers]
+    if strangers:
+        raise ValueError(
+            f"rank {rank} of the job shards over ranks {_listed(groups)} of its default group of torch.distributed, in "
+            f"which it is rank {there.rank}, and rank {strangers[0]} there is not in the job: give a dear.Mesh"
+        )
+    return tuple(tuple(sorted(numbers[there.group, each] for each in group)) for group in groups)
 
 
 def _why_no_sets(groups: Sequence[Groups]) -> str | None:
@@ -171,6 +238,18 @@ def _why_no_sets(groups: Sequence[Groups]) -> str | None:
                     f"rank {rank} shards over ranks {_listed(mine)} and rank {other} over {_listed(groups[other])}: all "
                     "ranks of a mesh have to give that mesh to fully_shard()"
                 )
+    return None
+
+
+def _why_no_peers(groups: Sequence[Groups], optimizers: Sequence[list[str]]) -> str | None:
+    """What is wrong with the `optimizers` that ranks have found, by rank, where those of one group differ (pure)."""
+    for rank, mine in enumerate(groups):
+        first = _members(mine)[0]
+        if optimizers[rank] != optimizers[first]:
+            return (
+                f"rank {first} trains the model with {', '.join(optimizers[first])}, and rank {rank} with "
+                f"{', '.join(optimizers[rank])}: make the same optimizers on every rank before the first training pass"
+            )
     return None
 
 

@@ -1,8 +1,8 @@
-"""``fully_shard``, with the names and meanings of ``torch.distributed.fsdp``, for a plain torch optimizer.
+"""``fully_shard``, with the names and meanings of ``torch.distributed.fsdp``, for plain torch optimizers.
 
     fully_shard(block) …, fully_shard(model)     notes which parameters travel together
-    optimizer = AdamW(model.parameters())        before or after that
-    model(x), the first time gradients can come  finds the optimizer, and shards both, as `fsdp.DistributedOptimizer` does
+    optimizer = AdamW(model.parameters()) …      before or after that
+    model(x), the first time gradients can come  finds its optimizers, and shards all, as `fsdp.DistributedOptimizer` does
 
 Until then the model is whole, and can be loaded, converted and evaluated like any other.
 """
@@ -68,8 +68,8 @@ def fully_shard(
     pipeline, take ``fsdp.DistributedOptimizer``. Raises ``ValueError`` for what torch refuses, too, and
     ``NotImplementedError`` for what torch has and this has not.
     """
-    groups = _groups_of(mesh)
-    ranks, size = tuple(sorted(rank for group in groups for rank in group)), len(groups[0])
+    groups, by_default_group = _groups_of(mesh)
+    size = len(groups[0])
     modules: Sequence[torch.nn.Module] = module if isinstance(module, list) else [module]
     _refuse_modules(modules)
     _refuse_layout(shard_placement_fn, dp_mesh_dims, size)
@@ -82,7 +82,7 @@ def fully_shard(
         kind: Any = type(one)
         casts = policy.param_dtype is not None and policy.cast_forward_inputs
         types = policy.reduce_dtype, policy.param_dtype
-        register(one, Unit(kind, mine, ranks, groups, stays, *types, casts, elementwise, per_parameter))
+        register(one, Unit(kind, mine, groups, by_default_group, stays, *types, casts, elementwise, per_parameter))
         one.__class__ = sharded_class(kind)
         if policy.output_dtype is not None:
             one.register_forward_hook(functools.partial(_cast, policy.output_dtype))
@@ -125,11 +125,13 @@ def _refuse_modules(modules: Sequence[Any]) -> None:
             raise ValueError(f"{type(module).__name__} has no forward(): give fully_shard() the modules in it")
 
 
-def _groups_of(mesh: Any) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks of the job within each of which `mesh` shards; without one, a single group of all of them."""
-    comm = current().comm
+def _groups_of(mesh: Any) -> tuple[tuple[tuple[int, ...], ...], bool]:
+    """The groups of ranks within each of which `mesh` shards, and whether these are of torch.distributed's default group.
+
+    Else they are the job's: without a mesh, a single group of all ranks.
+    """
     if mesh is None:
-        return (tuple(range(comm.size)),)
+        return (tuple(range(current().comm.size)),), False
     shape = tuple(mesh.shape.values()) if isinstance(mesh, Mesh) else tuple(mesh.mesh.shape)
     if len(shape) not in (1, 2):
         raise ValueError(
@@ -137,12 +139,8 @@ def _groups_of(mesh: Any) -> tuple[tuple[int, ...], ...]:
             "these, as mesh['data'] or mesh['replicate', 'shard']"
         )
     if isinstance(mesh, Mesh):
-        return mesh.parts(tuple(mesh.shape)[-1])
-    if mesh.get_rank() != comm.rank:
-        raise ValueError(
-            f"this is rank {mesh.get_rank()} of the mesh's default group and rank {comm.rank} of the job: give a dear.Mesh"
-        )
-    return tuple(tuple(sorted(row)) for row in mesh.mesh.reshape(-1, shape[-1]).tolist())
+        return mesh.parts(tuple(mesh.shape)[-1]), False
+    return tuple(tuple(sorted(row)) for row in mesh.mesh.reshape(-1, shape[-1]).tolist()), True
 
 
 def _refuse_layout(placement: Any, dims: Any, size: int) -> None:

@@ -23,7 +23,7 @@ class FSDPModule(torch.nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = unit_of(self)
-        if unit.optimizer is None:
+        if not unit.optimizers:
             begin(self)
         args, kwargs = _cast_inputs(unit, args, kwargs)
         unit.calls += 1
@@ -42,10 +42,7 @@ class FSDPModule(torch.nn.Module):
             raise NotImplementedError(
                 "set_requires_gradient_sync(recurse=False): all modules of a model are reduced, or none; leave recurse out"
             )
-        root = _root_of(self, "set_requires_gradient_sync")
-        root.syncs = requires_gradient_sync
-        if root.optimizer is not None:
-            root.optimizer._engine.suspended = not requires_gradient_sync
+        _root_of(self, "set_requires_gradient_sync").sync(requires_gradient_sync)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Does nothing: backward never waits for reductions."""
@@ -55,9 +52,9 @@ class FSDPModule(torch.nn.Module):
         residency = Residency.FREED if reshard_after_forward else Residency.FREED_AFTER_BACKWARD
         for unit in units_in([self]) if recurse else [unit_of(self)]:
             unit.stays = not reshard_after_forward
-            if unit.optimizer is not None:
-                mine = set(map(id, unit.parameters))
-                unit.optimizer._engine.unsharder.reside(residency, lambda each, mine=mine: id(each) in mine)  # type: ignore[misc]
+            mine = set(map(id, unit.parameters))
+            for each in unit.optimizers:
+                each._engine.unsharder.reside(residency, lambda parameter, mine=mine: id(parameter) in mine)  # type: ignore[misc]
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[torch.nn.Module]) -> None:
         """Does nothing: what is gathered ahead follows from the order of use, within a bound on memory."""
@@ -141,25 +138,28 @@ def register_fsdp_forward_method(module: torch.nn.Module, method_name: str) -> N
 def _as_forward(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `method` of `module`, which uses its parameters, where the script has not called the module."""
     unit = unit_of(module)
-    if not unit.calls and unit.optimizer is None:
+    if not unit.calls and not unit.optimizers:
         begin(module)
-    if unit.calls or unit.optimizer is None:
+    engines = [each._engine for each in unit.optimizers]
+    if unit.calls or not engines:
         return method(*args, **kwargs)
     args, kwargs = _cast_inputs(unit, args, kwargs)
-    engine, output = unit.optimizer._engine, None
+    output = None
     unit.calls += 1
-    engine.enter(module, args)
+    for engine in engines:
+        engine.enter(module, args)
     try:
         output = method(*args, **kwargs)
     finally:
         unit.calls -= 1
-        engine.leave(module, args, output)
+        for engine in engines:
+            engine.leave(module, args, output)
     return output
 
 
 def _cast_inputs(unit: Unit, args: Any, kwargs: Any) -> Any:
     """The arguments of a forward pass of the module of `unit`, in the type in which it computes."""
-    if not unit.casts or unit.optimizer is None or unit.optimizer._engine.unsharder.whole_now:
+    if not unit.casts or not unit.optimizers or any(each._engine.unsharder.whole_now for each in unit.optimizers):
         return args, kwargs
     return as_type(unit.param_dtype, (args, kwargs))
 

@@ -23,8 +23,8 @@ class Unit:
 
     kind: type[torch.nn.Module]  # the module's own class
     parameters: list[torch.nn.Parameter]
-    ranks: tuple[int, ...]  # among which gradients are averaged, in ascending order
-    groups: tuple[tuple[int, ...], ...]  # of these ranks, within each of which parameters are sharded
+    groups: tuple[tuple[int, ...], ...]  # of ranks, within each of which they are sharded, and averaged over all …
+    by_default_group: bool  # … by their numbers in torch.distributed's default group, not in the job
     stays: bool | None = None  # whole from forward to backward; None: as the plan has it
     reduce_dtype: torch.dtype | None = None  # of gradients that travel …
     param_dtype: torch.dtype | None = None  # … and of parameters that are used; None: their own
@@ -35,9 +35,9 @@ class Unit:
     calls: int = 0  # of the module, that are going on
 
     @property
-    def optimizer(self) -> DistributedOptimizer | None:
-        """The optimizer that trains the model, once there is one."""
-        return None if self.root is None else self.root.optimizer
+    def optimizers(self) -> list[DistributedOptimizer]:
+        """The optimizers that train the model, once there are any."""
+        return [] if self.root is None else self.root.optimizers
 
 
 @dataclass(eq=False)
@@ -46,16 +46,23 @@ class Root:
 
     syncs: bool = True  # gradients of the next backward passes are reduced
     units: list[Unit] = field(default_factory=list)  # the outermost one first
-    _optimizer: weakref.ref[DistributedOptimizer] | None = None
+    _optimizers: list[weakref.ref[DistributedOptimizer]] = field(default_factory=list)
 
     @property
-    def optimizer(self) -> DistributedOptimizer | None:
-        return None if self._optimizer is None else self._optimizer()
+    def optimizers(self) -> list[DistributedOptimizer]:
+        """Those that the script has not let go of, in the order of the first of their parameters."""
+        return [optimizer for each in self._optimizers if (optimizer := each()) is not None]
 
-    def train(self, optimizer: DistributedOptimizer) -> None:
-        """Be trained by `optimizer` from now on."""
-        self._optimizer = weakref.ref(optimizer)
-        optimizer._engine.suspended = not self.syncs
+    def train(self, optimizers: Iterable[DistributedOptimizer]) -> None:
+        """Be trained by `optimizers` from now on."""
+        self._optimizers = [weakref.ref(each) for each in optimizers]
+        self.sync(self.syncs)
+
+    def sync(self, syncs: bool) -> None:
+        """Reduce the gradients of the next backward passes, or not."""
+        self.syncs = syncs
+        for each in self.optimizers:
+            each._engine.suspended = not syncs
 
 
 def register(module: torch.nn.Module, unit: Unit) -> None:
@@ -92,7 +99,7 @@ def taken(*, sharded: bool = False) -> set[int]:
     With `sharded`, of those models that are trained.
     """
     units = [unit_of(module) for module in _MODULES]
-    return {id(each) for unit in units if not sharded or unit.optimizer is not None for each in unit.parameters}
+    return {id(each) for unit in units if not sharded or unit.optimizers for each in unit.parameters}
 
 
 def outermost(module: Any) -> torch.nn.Module:

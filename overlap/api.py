@@ -67,6 +67,7 @@ from overlap.horovod.timeline import draw_timeline, start_timeline, stop_timelin
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.checkpoints import load_checkpoint, save_checkpoint, sharded_state_dict
+from overlap.optimizer.dtensors import dtensor_state_dict, load_dtensor_state_dict
 from overlap.optimizer.pretrained import load_pretrained, save_pretrained
 from overlap.optimizer.replicas import check_replicas
 from overlap.optimizer.whole import whole
@@ -116,6 +117,7 @@ __all__ = [
     "ddl_built",
     "deferred_init",
     "draw_timeline",
+    "dtensor_state_dict",
     "elastic",
     "global_process_set",
     "gloo_built",
@@ -133,6 +135,7 @@ __all__ = [
     "is_initialized",
     "join",
     "load_checkpoint",
+    "load_dtensor_state_dict",
     "load_pretrained",
     "local_rank",
     "local_size",

@@ -405,6 +405,20 @@ class Unsharder(Feature):
                 bucket.parameters.shard.copy_(bucket.parameters.whole[bucket.own])
                 self._free(bucket)
 
+    def one_by_one(self, wanted: Callable[[Bucket], bool]) -> Iterator[Bucket]:
+        """The `wanted` buckets, each with whole and exact parameters until the next one is asked for.
+
+        None inside :meth:`whole`. On every rank with the same ones, between steps.
+        """
+        if self.whole_now:
+            return
+        self._carry_out(self._sweeps.replaced())
+        for bucket in filter(wanted, self._buckets):
+            self._gather(bucket, exact=True)
+            self._land(bucket)
+            yield bucket
+            self._free(bucket)
+
     def give_back(self) -> None:
         """Make parameters whole for good. On every rank."""
         self.over()

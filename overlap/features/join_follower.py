@@ -11,7 +11,7 @@ import torch
 from overlap.core.averages import Averages
 from overlap.core.engine import Engine
 from overlap.core.step import Stepper, hyper_parameters, take_hyper_parameters
-from overlap.features.clipping import clip
+from overlap.features.clipping import clip, norm_of, scale
 from overlap.features.join import CannotJoin, Word
 from overlap.features.join_rounds import JoinRounds
 from overlap.features.loss_scale import reveal_infinities
@@ -93,9 +93,12 @@ class Follower:
         elif word.what == "again":
             self._engine.close(details["call"], again=True)
         elif word.what == "clip":
-            wanted = {id(self._engine.slots[index].param) for index in details["indices"]}
             limits = (details[key] for key in ("max_norm", "norm_type", "error_if_nonfinite"))
-            clip(self._averages, lambda param: id(param) in wanted, *limits)
+            clip(self._averages, self._those(details["indices"]), *limits)
+        elif word.what == "norm":
+            norm_of(self._averages, self._those(details["indices"]), details["norm_type"])
+        elif word.what == "scale":
+            scale(self._averages, self._those(details["indices"]), details["factor"])
         elif word.what == "synchronize":
             self._averages.synchronize()
         elif word.what == "reveal":
@@ -114,6 +117,10 @@ class Follower:
             self._engine.closing.meet(details["text"])
         else:
             raise CannotJoin(details["text"])
+
+    def _those(self, indices: Sequence[int]) -> Callable[[torch.Tensor], bool]:
+        wanted = {id(self._engine.slots[index].param) for index in indices}
+        return lambda param: id(param) in wanted
 
     def _step(self, scale: torch.Tensor | None, infinite: bool, closure: Callable[[], Any] | None) -> None:
         step: _Step | None = self._step_of()

@@ -24,6 +24,7 @@ from torch.nn.utils import clip_grad
 
 from overlap.core.alike import Clipped, NotAveraged
 from overlap.core.gates.holders import holders
+from overlap.features.clipping import Clippable, clip_together
 from overlap.job.session import current, is_initialized
 
 __all__ = ["install"]
@@ -36,11 +37,13 @@ _REMEDY = (
 )
 
 
-class _Distributed(Protocol):
+class _Distributed(Clippable, Protocol):
     """What is asked of a distributed optimizer."""
 
     param_groups: list[dict[str, Any]]
 
+    @property
+    def _in_shards(self) -> bool: ...
     def _has_local_gradients(self, call: str, clipped: Clipped) -> bool: ...
     def _clip(
         self, wanted: Callable[[torch.Tensor], bool], max_norm: float, norm_type: float, error_if_nonfinite: bool
@@ -114,6 +117,8 @@ def _norm(
     if len(local) == len(optimizers) == 1 and stranger == 0:  # averages are clipped where they lie
         wanted = {id(parameter) for parameter in chosen}
         return local[0]._clip(lambda param: id(param) in wanted, max_norm, norm_type, error_if_nonfinite)
+    if local and len(local) == len(optimizers) and stranger == 0 and all(each._in_shards for each in local):
+        return clip_together(local, chosen, max_norm, norm_type, error_if_nonfinite)
     for optimizer in local:
         optimizer.synchronize()
     with _as_torch_does():

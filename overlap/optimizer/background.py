@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from overlap.job.default_ranks import default_ranks, group_of
 from overlap.job.session import Session
 
-__all__ = ["Background", "alone", "background_of", "told_by_all"]
+__all__ = ["Background", "among", "background_of", "told_by_all"]
 
 log = logging.getLogger("dear")
 
@@ -32,19 +33,32 @@ def told_by_all(what: str) -> Iterator[None]:
         raise RuntimeError(f"rank {rank} could not {what}: {type(reason).__name__}: {reason}") from reason
 
 
-def alone(session: Session) -> dict[str, Any]:
-    """Arguments that keep one process to itself, where the script's process group has others."""
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return {"no_dist": True} if session.comm.size == 1 and there and torch.distributed.get_world_size() > 1 else {}
+def among(session: Session, what: str) -> dict[str, Any]:
+    """Arguments for ``torch.distributed.checkpoint`` by which the ranks of the job agree, and no others. On every rank.
+
+    Raises ``RuntimeError`` on all of them where no default group of torch.distributed has them all; `what` needs it.
+    """
+    if session.comm.size == 1:
+        there = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return {"no_dist": True} if there and torch.distributed.get_world_size() > 1 else {}
+    ranks = default_ranks(session.control, what)
+    return {} if len(ranks) == torch.distributed.get_world_size() else {"process_group": group_of(ranks)}
 
 
 class Background:
-    """The thread, and a group of all ranks of its own, on which it agrees with those of the other ranks."""
+    """The thread, and a group of its own, of all ranks of the job, on which it agrees with theirs.
 
-    def __init__(self, session: Session) -> None:
-        self._rank, self._arguments = session.comm.rank, alone(session)
+    `together` is what :func:`among` gives.
+    """
+
+    def __init__(self, session: Session, together: dict[str, Any]) -> None:
+        self._rank, self._arguments = session.comm.rank, dict(together)
         if session.comm.size > 1:
-            self._arguments["process_group"] = torch.distributed.new_group(backend="gloo")
+            theirs = together.get("process_group")
+            ranks = None if theirs is None else torch.distributed.get_process_group_ranks(theirs)
+            self._arguments["process_group"] = torch.distributed.new_group(
+                ranks, backend="gloo", use_local_synchronization=ranks is not None
+            )
         self._threads = ThreadPoolExecutor(1, "dear-checkpoints")
         self._latest: Future[None] | None = None
 
@@ -85,9 +99,9 @@ class Background:
         self._threads.shutdown(wait=False)
 
 
-def background_of(session: Session) -> Background:
-    """The session's; made by the first call, on every rank."""
+def background_of(session: Session, together: dict[str, Any]) -> Background:
+    """The session's; made by the first call, on every rank, with what is :func:`among` its ranks."""
     found = session.services.get(_SERVICE)
     if not isinstance(found, Background):
-        found = session.services[_SERVICE] = Background(session)
+        found = session.services[_SERVICE] = Background(session, together)
     return found

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from overlap.job.session import Session, current
-from overlap.optimizer.background import alone, background_of, told_by_all
+from overlap.job.session import current
+from overlap.optimizer.background import among, background_of, told_by_all
 from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.optimizer.shares import before_loading, before_saving, owners_of, plain, state_of
 from overlap.state.saved import Entry, by_parameter, first_few, groups_for, nest
@@ -82,9 +82,9 @@ def save_checkpoint(
     Returns a future. Without `background`, it is done. With it, ``result()`` waits until all ranks have written, and raises
     what has gone wrong, which is logged, too. The next such call, and ``shutdown()``, wait for it.
 
-    Raises ``RuntimeError`` on every rank where one could not write, or where torch.distributed has no default group of
-    them; ``ValueError`` for `co2`, whose ranks have values of their own, for optimizers of a process set, and for names in
-    `extra` that are taken.
+    Raises ``RuntimeError`` on every rank where one could not write, or where torch.distributed has no default group with
+    all of them; ``ValueError`` for `co2`, whose ranks have values of their own, for optimizers of a process set, and for
+    names in `extra` that are taken.
     """
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -92,7 +92,7 @@ def save_checkpoint(
     taken = [name for name in extra or () if name in _OURS]
     if taken:
         raise ValueError(f"extra has {first_few(taken)}, under which the model and the optimizer are saved: rename it")
-    _require_group(session, "save_checkpoint()")
+    together = among(session, "save_checkpoint()")
     shells = _shells(model, optimizer)
     before_saving(model, "save_checkpoint()", shells)
     state = sharded_state_dict(model, optimizer)
@@ -103,9 +103,9 @@ def save_checkpoint(
         state["model"] = {name: value for name, value in state["model"].items() if name in shares}
         state.get("optim", {}).pop("param_groups", None)
     if background:
-        return background_of(session).save(_copied(state), path)
+        return background_of(session, together).save(_copied(state), path)
     with _quietly(), told_by_all(f"write the checkpoint in {path}"):
-        save(state, checkpoint_id=path, **alone(session))
+        save(state, checkpoint_id=path, **together)
     done: Future[None] = Future()
     done.set_result(None)
     return done
@@ -129,7 +129,7 @@ def load_checkpoint(
     from torch.distributed.checkpoint.state_dict_loader import load
 
     session = current()
-    _require_group(session, "load_checkpoint()")
+    together = among(session, "load_checkpoint()")
     entries = _entries(Path(path))
     shells = _shells(model, optimizer)
     own = {plain(name): (name, value) for name, value in _chunks_of(model).items()}
@@ -142,7 +142,7 @@ def load_checkpoint(
 
     def read(targets: dict[str, Any]) -> dict[str, Any]:
         with _quietly(), told_by_all(f"read the checkpoint in {path}"):
-            load(targets, checkpoint_id=path, **alone(session))
+            load(targets, checkpoint_id=path, **together)
         return targets
 
     exact = {entry.key.removeprefix("master."): entry for entry in entries["master"]}
@@ -217,24 +217,6 @@ def _chunks_of(model: torch.nn.Module) -> dict[str, Any]:
     from overlap.state.sharded_state import chunk_of
 
     return state_of(model, chunk_of)
-
-
-def _require_group(session: Session, what: str) -> None:
-    size = session.comm.size
-    if size == 1:
-        return
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not there:
-        raise RuntimeError(
-            f"{what} agrees with the other {size - 1} ranks over torch.distributed's default group, and there is none: "
-            "leave out torch_distributed=False in init(), or see its warning"
-        )
-    found = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if found != (session.comm.rank, size):
-        raise RuntimeError(
-            f"{what} agrees with the other ranks over torch.distributed's default group, in which this is rank "
-            f"{found[0]} of {found[1]}, and here it is rank {session.comm.rank} of {size}: make the group of all ranks"
-        )
 
 
 @contextmanager

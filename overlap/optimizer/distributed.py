@@ -17,7 +17,7 @@ from overlap.core.alike import NOTHING, Clipped
 from overlap.core.bucket import Bucket
 from overlap.core.gates.compiled import keep_untraced
 from overlap.core.round import Stage
-from overlap.features.clipping import clip
+from overlap.features.clipping import clip, norm_of, scale
 from overlap.features.join import joined_ranks_of
 from overlap.features.join_follower import Follower
 from overlap.features.loss_scale import is_scaler_step, is_unscaling, reveal_infinities, scale_of
@@ -374,6 +374,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self, wanted: Callable[[torch.Tensor], bool], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> torch.Tensor:
         return clip(self._averages, wanted, max_norm, norm_type, error_if_nonfinite)
+
+    @property
+    def _in_shards(self) -> bool:
+        return not self._averages.whole
+
+    def _norm(self, wanted: Callable[[torch.Tensor], bool], norm_type: float) -> torch.Tensor:
+        return norm_of(self._averages, wanted, norm_type)
+
+    def _scale(self, wanted: Callable[[torch.Tensor], bool], factor: float) -> None:
+        scale(self._averages, wanted, factor)
 
     # - While others have data
 

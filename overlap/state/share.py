@@ -12,6 +12,7 @@ loaded, and asks nobody; and it keeps the share it had before, which is the answ
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +41,7 @@ class StateShare:
         self._export: Callable[[Which], PieceState] = lambda _which: {}
         self._changed = threading.Condition()
         self._steps = 0
+        self._taken: Counter[int] = Counter()  # how often this rank has loaded each parameter since, by slot
         # From load_state_dict() to the next update: [Note: who has loaded by when].
         self._before: PieceState | None = None
         self.loaded: dict[int, dict[str, Any]] | None = None  # by slot: parameters must not be kept alive here
@@ -69,6 +71,7 @@ class StateShare:
                 self.flush()
             yield
             self._steps += 1
+            self._taken.clear()
             self._before = self.loaded = None
             self._changed.notify_all()
 
@@ -88,26 +91,47 @@ class StateShare:
                 self._before = self._export(None)
             yield
 
+    @contextmanager
+    def taking(self, slot: int) -> Iterator[None]:
+        """A context in which this rank takes its share of a parameter that every rank loads.
+
+        Whoever has loaded it gets no answer about it from ranks that have not.
+        """
+        with self.replacing():
+            yield
+            self._taken[slot] += 1
+            self._changed.notify_all()
+
     def collect(self, which: Which = None) -> list[PieceState]:
         """Every rank's share, this rank's first. Raises :class:`NoAnswer` if one does not come.
 
         `which`: of one slot by its index, or with ``OUTLINE`` of all, without values; or the parameters of slots.
         """
-        question = (self._steps, which)
+        question: tuple[Any, ...] = self._steps, which
+        if isinstance(which, tuple):
+            question = (*question, tuple(self._taken[slot] for slot in which))
         asked = [(rank, self._peer_queries.ask(rank, self._topic, question)) for rank in self._others]
         with self._changed:
             shares = [self._export(which)]
         return shares + [PeerQueries.wait(answer, rank, self._topic, _ANSWER_SECONDS) for rank, answer in asked]
 
-    def _answer(self, _sender: int, question: tuple[int, Which]) -> PieceState:
-        steps, which = question
+    def _answer(self, _sender: int, question: tuple[Any, ...]) -> PieceState:
+        steps, which, *loaded = question
         with self._changed:
-            self._changed.wait_for(lambda: self._steps >= steps, timeout=_ANSWER_SECONDS)
+            self._changed.wait_for(
+                lambda: self._steps > steps or (self._steps == steps and self._has_taken(which, *loaded)),
+                timeout=_ANSWER_SECONDS,
+            )
             if self._steps != steps:
                 raise RuntimeError(f"asked for the state after step {steps}, this rank is at step {self._steps}")
             if self._before is None or isinstance(which, tuple):
                 return self._export(which)
             return _chosen(self._before, which)
+
+    def _has_taken(self, which: Which, loaded: Sequence[int] = ()) -> bool:
+        """Whether this rank has loaded the parameters of slots as often as the one that asks."""
+        slots = which if isinstance(which, tuple) else ()
+        return all(self._taken[slot] >= count for slot, count in zip(slots, loaded, strict=False))
 
 
 def _chosen(parts: PieceState, which: int | None) -> PieceState:

@@ -18,6 +18,7 @@ from overlap.core.bucket import Slot
 from overlap.core.engine import Engine
 from overlap.core.freed import FreedBucket
 from overlap.core.gates.gates import Ours
+from overlap.state.dtensors import TakesDTensors, before_loading
 from overlap.state.pieces import PARAMETER, assemble
 from overlap.state.share import StateShare
 from overlap.transport.memory import to_flat
@@ -34,6 +35,7 @@ class WholeParameters:
         self._named: dict[torch.nn.Module, dict[str, Slot]] = {}
         self._handed_out: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by slot
         self._stand_in: Callable[[Engine, Slot], Any] | None = None
+        self._met: set[int] = set()  # hooks of modules that have loaded since all ranks have met
 
     @contextmanager
     def replaced(self, stand_in: Callable[[Engine, Slot], Any]) -> Iterator[None]:
@@ -50,11 +52,13 @@ class WholeParameters:
         for module in modules:
             found = ((name, by_parameter.get(id(param))) for name, param in dict.items(module._parameters))
             mine = {name: slot for name, slot in found if slot is not None}
+            if module not in self._named:
+                self._handles.append(before_loading(module, TakesDTensors()))
             named = self._named.setdefault(module, {})
             if mine and not named:
                 self._handles += [
                     module.register_state_dict_post_hook(_Saved(self._collect, named)),
-                    _before_loading(module, _Loading(self._meet, named)),
+                    before_loading(module, _Loading(self._meet, named)),
                     module.register_load_state_dict_post_hook(_Loaded(self._take, named)),
                 ]
             named.update(mine)
@@ -87,29 +91,28 @@ class WholeParameters:
         full = assemble(engine.slots, parts, whole=False)
         return {slot.index: full[slot.param][PARAMETER] for slot in slots}
 
-    def _meet(self) -> None:
-        """Every rank loads, as what is gathered ahead is gathered anew."""
+    def _meet(self, module: int) -> None:
+        """Every rank loads, as what is gathered ahead is gathered anew.
+
+        They meet where a load begins, which is the first one or comes to a `module` again: who asks for parameters between
+        two loads is answered before the second one.
+        """
         engine = self._engine()
         assert engine is not None
-        if not engine.unsharder.stale:
+        if not engine.unsharder.stale or module in self._met:
             engine.closing.meet("model.load_state_dict()")
             engine.unsharder.stale = True
+            self._met.clear()
+        self._met.add(module)
 
     def _take(self, slot: Slot, values: torch.Tensor) -> None:
         engine = self._engine()
         assert engine is not None
         assert slot.bucket is not None
-        with self._share.replacing():
+        with self._share.taking(slot.index):
             for one in engine.sharded.pieces_of(slot.bucket):
                 if one.slot is slot:
                     one.elements.copy_(to_flat(values, slot.like)[one.start : one.stop])
-
-
-def _before_loading(module: torch.nn.Module, hook: _Loading) -> RemovableHandle:
-    """As ``register_load_state_dict_pre_hook``, which wraps `hook`: copies of `module` would take it along."""
-    handle = RemovableHandle(module._load_state_dict_pre_hooks)
-    module._load_state_dict_pre_hooks[handle.id] = hook
-    return handle
 
 
 class _Saved(Ours):
@@ -126,15 +129,16 @@ class _Saved(Ours):
 
 
 class _Loading(Ours):
-    def __init__(self, meet: Callable[[], None], named: dict[str, Slot]) -> None:
+    def __init__(self, meet: Callable[[int], None], named: dict[str, Slot]) -> None:
         self._meet, self._named = meet, named
 
     def __call__(self, found: dict[str, Any], prefix: str, *_others: Any) -> None:
-        for name, slot in self._named.items():
-            value = found.get(prefix + name)
-            if _in_shards(slot) and getattr(value, "shape", None) == slot.like.shape:
-                self._meet()
-                slot.param.data = torch.empty_like(slot.like)
+        given = [(slot, found.get(prefix + name)) for name, slot in self._named.items() if _in_shards(slot)]
+        mine = [slot for slot, value in given if getattr(value, "shape", None) == slot.like.shape]
+        if mine:
+            self._meet(id(self))
+        for slot in mine:
+            slot.param.data = torch.empty_like(slot.like)
 
 
 class _Loaded(Ours):

@@ -360,8 +360,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         "inside dear.whole(model), parameters are exact",
         "overlap/core/unsharding.py",
-        "            self._gather(bucket, exact=True)",
-        "            self._gather(bucket)",
+        "        for bucket in self._buckets:\n            self._gather(bucket, exact=True)",
+        "        for bucket in self._buckets:\n            self._gather(bucket)",
         "mpi-2 tests/spmd/test_fsdp_rounded.py -k whole_parameters_are_exact",
     ),
     Mutation(
@@ -391,6 +391,13 @@ MUTATIONS: list[Mutation] = [
         "    owned = bool(arguments.per_parameter) or not elementwise\n",
         "    owned = bool(arguments.per_parameter)\n",
         "mpi-2 tests/spmd/test_fsdp_owned.py -k bit_for_bit",
+    ),
+    Mutation(
+        "DTensors are made of exact parameters",
+        "overlap/core/unsharding.py",
+        "        for bucket in filter(wanted, self._buckets):\n            self._gather(bucket, exact=True)",
+        "        for bucket in filter(wanted, self._buckets):\n            self._gather(bucket)",
+        "mpi-2 tests/spmd/test_dtensors.py -k exact_where_passes",
     ),
     Mutation(
         "gradients that travel in 16 bits take no memory once they are reduced",

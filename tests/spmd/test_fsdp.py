@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -405,3 +406,34 @@ def test_two_optimizers_share_a_model(check_every: int | None) -> None:
     ranks = list(range(SIZE))
     for value, expected in zip(mine, train(lambda optimizer, _model: optimizer), strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank waits for no other")
+def test_a_rank_may_read_what_slower_ranks_are_still_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And they do not load again before it has."""
+    model, optimizer = _trained_for_loading()
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    if dear.rank() > 0:
+        load = type(model[0])._load_from_state_dict
+
+        def slowly(*args: Any, **kwargs: Any) -> None:
+            time.sleep(0.05)
+            load(*args, **kwargs)
+
+        monkeypatch.setattr(type(model[0]), "_load_from_state_dict", slowly)
+    for factor in (2.0, 3.0, 4.0):
+        model.load_state_dict({name: value * factor for name, value in saved.items()})
+        if dear.rank() == 0:
+            time.sleep(0.0 if factor == 2.0 else 0.4)  # until the others are ready for the next one
+            for name, value in model.state_dict().items():
+                assert torch.equal(value, saved[name] * factor), name
+    del optimizer
+
+
+def _trained_for_loading() -> tuple[Any, Any]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(4)))
+    optimizer = fsdp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, threshold_mb=0)
+    model(torch.ones(1, 9)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer

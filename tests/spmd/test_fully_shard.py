@@ -448,10 +448,16 @@ def test_what_cannot_be_done_is_said_at_once() -> None:
     fsdp.fully_shard(model)
     with pytest.raises(NotImplementedError, match=r"set_requires_gradient_sync\(\) of FSDPLinear, which is inside"):
         model[0].set_requires_gradient_sync(False)
-    optimizers = [torch.optim.SGD([value], 0.1) for value in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"belong to 2 optimizer\(s\) \(SGD, SGD\)"):
+    optimizers = [torch.optim.SGD([model[0].weight], 0.1), torch.optim.AdamW(model.parameters())]
+    with pytest.raises(
+        RuntimeError, match=r"parameter '0.weight' of .* is in two optimizers \((SGD|AdamW), (SGD|AdamW)\)"
+    ):
         model(torch.ones(1, 2))
     del optimizers
+    wrapped = dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    with pytest.raises(RuntimeError, match="belong to a DistributedOptimizer"):
+        model(torch.ones(1, 2))
+    del wrapped
 
 
 @pytest.mark.parametrize("way", ["fully_shard", "fsdp"])

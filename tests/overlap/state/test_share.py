@@ -26,6 +26,9 @@ class _Room:
     def answer(self, asking: int, steps: int, which: int | None = None) -> PieceState:
         return self._handler(asking, (steps, which))
 
+    def parameters(self, steps: int, slots: tuple[int, ...], loaded: tuple[int, ...]) -> PieceState:
+        return self._handler(0, (steps, slots, loaded))
+
 
 class _Rank:
     """Its state is the number of its steps."""
@@ -118,6 +121,29 @@ def test_a_replacement_is_no_step_and_is_not_seen_half_made() -> None:
             answer = peer_queries.submit(rank.room.answer, 0, 1)
             assert _waits(answer)
         assert answer.result(timeout=5) == _state(1)
+
+
+def test_who_is_asked_for_a_parameter_before_it_has_loaded_it_answers_after_it() -> None:
+    rank = _Rank()
+    rank.step()
+    with rank.share.taking(4):
+        pass
+    with ThreadPoolExecutor(1) as peer_queries:
+        answer = peer_queries.submit(rank.room.parameters, 1, (3, 4), (1, 1))
+        assert _waits(answer)
+        with rank.share.taking(4):  # of another load, which is not that one
+            pass
+        assert _waits(answer)
+        with rank.share.taking(3):
+            pass
+        answer.result(timeout=5)
+    rank.room.parameters(1, (4,), (1,))
+    rank.room.parameters(1, (5,), (0,))
+    with ThreadPoolExecutor(1) as peer_queries:  # a step comes after all loads
+        answer = peer_queries.submit(rank.room.parameters, 2, (3,), (0,))
+        assert _waits(answer)
+        rank.step()
+        answer.result(timeout=5)
 
 
 def test_one_part_of_the_state_is_given_as_it_was_before_a_loading() -> None:
