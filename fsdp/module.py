@@ -23,6 +23,9 @@ class FSDPModule(torch.nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = unit_of(self)
+        if torch.compiler.is_dynamo_compiling():
+            args, kwargs = _traced_inputs(self, unit, args, kwargs)
+            return super().__call__(*args, **kwargs)
         if unit.optimizer is None:
             begin(self)
         args, kwargs = _cast_inputs(unit, args, kwargs)
@@ -140,6 +143,8 @@ def register_fsdp_forward_method(module: torch.nn.Module, method_name: str) -> N
 
 def _as_forward(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `method` of `module`, which uses its parameters, where the script has not called the module."""
+    if torch.compiler.is_dynamo_compiling():
+        return method(*args, **kwargs)
     unit = unit_of(module)
     if not unit.calls and unit.optimizer is None:
         begin(module)
@@ -162,6 +167,17 @@ def _cast_inputs(unit: Unit, args: Any, kwargs: Any) -> Any:
     if not unit.casts or unit.optimizer is None or unit.optimizer._engine.unsharder.whole_now:
         return args, kwargs
     return as_type(unit.param_dtype, (args, kwargs))
+
+
+_begin = torch.compiler.disable(begin)  # a compiler's graph ends before it, and goes on after
+
+
+def _traced_inputs(module: Any, unit: Unit, args: Any, kwargs: Any) -> Any:
+    """What :func:`_cast_inputs` gives, and :func:`begin` before it, where a compiler traces the call of `module`."""
+    if unit.root is None or unit.root._optimizer is None:
+        _begin(module)
+        return args, kwargs
+    return as_type(unit.param_dtype, (args, kwargs)) if unit.casts else (args, kwargs)
 
 
 def as_type(dtype: torch.dtype | None, values: Any) -> Any:
