@@ -12,10 +12,11 @@ import torch
 from torch.utils._pytree import tree_map
 
 from fsdp.first_pass import begin
-from fsdp.units import Root, Unit, attributes_of, outermost, root_of, unit_of, units_in
+from fsdp.units import Root, Unit, attributes_of, has_unit, outermost, root_of, unit_of, units_in
+from overlap.core.gates.compiled_calls import CompiledCalls
 from overlap.plan.plan import Residency
 
-__all__ = ["FSDPModule", "as_type", "register_fsdp_forward_method", "sharded_class"]
+__all__ = ["FSDPModule", "as_type", "compiled_calls", "register_fsdp_forward_method", "sharded_class"]
 
 
 class FSDPModule(torch.nn.Module):
@@ -24,7 +25,7 @@ class FSDPModule(torch.nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = unit_of(self)
         if torch.compiler.is_dynamo_compiling():
-            args, kwargs = _traced_inputs(self, unit, args, kwargs)
+            args, kwargs = _traced_inputs(unit, args, kwargs)
             return super().__call__(*args, **kwargs)
         if unit.optimizer is None:
             begin(self)
@@ -169,15 +170,24 @@ def _cast_inputs(unit: Unit, args: Any, kwargs: Any) -> Any:
     return as_type(unit.param_dtype, (args, kwargs))
 
 
-_begin = torch.compiler.disable(begin)  # a compiler's graph ends before it, and goes on after
-
-
-def _traced_inputs(module: Any, unit: Unit, args: Any, kwargs: Any) -> Any:
-    """What :func:`_cast_inputs` gives, and :func:`begin` before it, where a compiler traces the call of `module`."""
-    if unit.root is None or unit.root._optimizer is None:
-        _begin(module)
+def _traced_inputs(unit: Unit, args: Any, kwargs: Any) -> Any:
+    """What :func:`_cast_inputs` gives, where a compiler traces the call of the module of `unit`."""
+    if not unit.casts or unit.root is None or unit.root._optimizer is None:
         return args, kwargs
-    return as_type(unit.param_dtype, (args, kwargs)) if unit.casts else (args, kwargs)
+    whole = len(unit.parameters) > 0 and unit.parameters[0].dtype is not unit.param_dtype  # inside ``dear.whole(model)``
+    return (args, kwargs) if whole else as_type(unit.param_dtype, (args, kwargs))
+
+
+def _begin_compiled(module: Any, _inputs: Any) -> None:
+    units = units_in([module])
+    if units and units[0].optimizer is None:
+        begin(next(each for each in module.modules() if has_unit(each)))
+
+
+@functools.cache
+def compiled_calls() -> CompiledCalls:
+    """Shards models in whose first training pass compiled code is called, before that is: it would be traced otherwise."""
+    return CompiledCalls(_begin_compiled, lambda *_: None, lambda module: bool(units_in([module])))
 
 
 def as_type(dtype: torch.dtype | None, values: Any) -> Any:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from overlap.core.gates.gates import Ours
 from overlap.core.gates.holders import modules_of
@@ -38,85 +37,107 @@ class CompiledCalls:
 
     def __init__(self, enter: _Told, leave: _Told, concern: Callable[[torch.nn.Module], bool]) -> None:
         self.enter, self.leave, self._concern = enter, leave, concern
-        self._handles: dict[int, tuple[RemovableHandle, RemovableHandle]] = {}  # by the id of torch.compile()'s module
         self._calls: list[_Call] = []
         _install()
         _all.add(self)
 
     def watch(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Tell of `modules` that are compiled, and of all others that ``torch.compile`` has made around such modules."""
-        made = _made_by_compile()
-        for module in modules if made is None else dict.fromkeys([*modules, *modules_of(made)]):
-            original = module._modules.get(_ORIGINAL)
-            if made is not None and isinstance(module, made) and original is not None:
-                self.around(module, original)
+        """Tell of `modules` that are compiled in place, and of all that ``torch.compile`` has made around such modules."""
+        for module in modules:
             if module.__dict__.get(_CALL) is not None:
                 self.replace(module)
+        for module in tuple(_made):
+            original = module._modules.get(_ORIGINAL)
+            if original is not None:
+                self.around(module, original)
 
     def around(self, made: torch.nn.Module, original: torch.nn.Module) -> None:
         """Tell of calls of `made`, which torch.compile() has made of `original`."""
-        if id(made) in self._handles or not self._concern(original):
-            return
-        before = made.register_forward_pre_hook(_Hook(self.enter, original), prepend=True)
-        after = made.register_forward_hook(_Hook(self.leave, original), always_call=True)
-        made._forward_hooks_always_called[after.id] = Ours()  # type: ignore[assignment]  # the key counts
-        self._handles[id(made)] = before, after
+        if self._concern(original):
+            hook = next((each for each in made._forward_pre_hooks.values() if isinstance(each, _Before)), None)
+            if hook is None:
+                hook = _Before(_Call(original))
+                made.register_forward_pre_hook(hook, prepend=True)
+                after = made.register_forward_hook(_After(hook.call), always_call=True)
+                made._forward_hooks_always_called[after.id] = Ours()  # type: ignore[assignment]  # the key counts
+            self._hear(hook.call)
 
     def replace(self, module: torch.nn.Module) -> None:
         """Tell of calls of `module`, which was compiled in place."""
-        call = module.__dict__[_CALL]
-        if not self._concern(module):
-            return
-        if not isinstance(call, _Call):
-            call = module.__dict__[_CALL] = _Call(module, call)
+        if self._concern(module):
+            call = module.__dict__[_CALL]
+            if not isinstance(call, _InPlace):
+                call = module.__dict__[_CALL] = _InPlace(module, call)
+            self._hear(call.call)
+
+    def _hear(self, call: _Call) -> None:
         if self not in call.told:
             call.told += (self,)
             self._calls.append(call)
 
     def remove(self) -> None:
-        for handles in self._handles.values():
-            for handle in handles:
-                handle.remove()
         for call in self._calls:
             call.told = tuple(each for each in call.told if each is not self)
-            if not call.told and call.module.__dict__.get(_CALL) is call:
-                call.module.__dict__[_CALL] = call.compiled
-        self._handles.clear()
         self._calls.clear()
         _all.discard(self)
 
 
-class _Hook(Ours):
-    def __init__(self, told: _Told, original: torch.nn.Module) -> None:
-        self._told, self._original = told, original
-
-    def __call__(self, _made: torch.nn.Module, *rest: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling():
-            self._told(self._original, *rest)
-
-
 class _Call:
+    """The calls of a compiled module, and who is told of them."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.told: tuple[CompiledCalls, ...] = ()
+
+    def enter(self, inputs: Any) -> None:
+        number = 0
+        while number < len(self.told):  # the first one may bring another: what shards a model in its first pass
+            self.told[number].enter(self.module, inputs)
+            number += 1
+
+    def leave(self, inputs: Any, output: Any) -> None:
+        for each in reversed(self.told):
+            each.leave(self.module, inputs, output)
+
+
+class _Before(Ours):
+    def __init__(self, call: _Call) -> None:
+        self.call = call
+
+    def __call__(self, _made: torch.nn.Module, inputs: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            self.call.enter(inputs)
+
+
+class _After(Ours):
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+
+    def __call__(self, _made: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            self._call.leave(inputs, output)
+
+
+class _InPlace:
     """Stands in place of the code of a module that was compiled in place."""
 
     def __init__(self, module: Any, compiled: Callable[..., Any]) -> None:
-        self.module, self.compiled = module, compiled
-        self.told: tuple[CompiledCalls, ...] = ()
+        self.call, self._compiled = _Call(module), compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # inside of other compiled code
-            return self.module._call_impl(*args, **kwargs)
-        told, output = self.told, None
-        for each in told:
-            each.enter(self.module, args)
+            return self.call.module._call_impl(*args, **kwargs)
+        output = None
+        self.call.enter(args)
         try:
-            output = self.compiled(*args, **kwargs)
+            output = self._compiled(*args, **kwargs)
         finally:
-            for each in reversed(told):
-                each.leave(self.module, args, output)
+            self.call.leave(args, output)
         return output
 
 
 _all: weakref.WeakSet[CompiledCalls] = weakref.WeakSet()
+_made: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # by torch.compile()
 
 
 @functools.cache
@@ -132,19 +153,19 @@ def _install() -> None:
 
     torch.nn.Module.compile = compile_and_tell  # type: ignore[method-assign]
     torch.nn.modules.module.register_module_module_registration_hook(_registered)
+    kind = _kind()
+    _made.update(() if kind is None else modules_of(kind))
 
 
 def _registered(module: torch.nn.Module, name: str, inside: torch.nn.Module | None) -> None:
-    if name != _ORIGINAL or inside is None:
-        return
-    made = _made_by_compile()
-    if made is not None and isinstance(module, made):
+    kind = _kind() if name == _ORIGINAL else None
+    if kind is not None and isinstance(module, kind) and inside is not None:
+        _made.add(module)
         for each in tuple(_all):
             each.around(module, inside)
 
 
-def _made_by_compile() -> type[torch.nn.Module] | None:
+def _kind() -> type[torch.nn.Module] | None:
     """The class of modules that torch.compile() makes; None where nothing was compiled in this process so far."""
-    found = sys.modules.get("torch._dynamo.eval_frame")
-    made: type[torch.nn.Module] | None = getattr(found, "OptimizedModule", None)
-    return made
+    found: type[torch.nn.Module] | None = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    return found
