@@ -174,7 +174,9 @@ def _traced_inputs(unit: Unit, args: Any, kwargs: Any) -> Any:
     """What :func:`_cast_inputs` gives, where a compiler traces the call of the module of `unit`."""
     if not unit.casts or unit.root is None or unit.root._optimizer is None:
         return args, kwargs
-    whole = len(unit.parameters) > 0 and unit.parameters[0].dtype is not unit.param_dtype  # inside ``dear.whole(model)``
+    whole = (
+        len(unit.parameters) > 0 and unit.parameters[0].dtype is not unit.param_dtype
+    )  # inside ``dear.whole(model)``
     return (args, kwargs) if whole else as_type(unit.param_dtype, (args, kwargs))
 
 

@@ -44,12 +44,27 @@ _AHEAD = 4  # so many buckets, of the size that is usual, may be whole beside th
 class _Frame:
     """A forward pass of `modules` that is going on: of one, or of all that are in a `compiled` one."""
 
-    __slots__ = ("awaited", "compiled", "modules", "used")
+    __slots__ = ("awaited", "compiled", "hidden", "modules", "used")
 
     def __init__(self, modules: Sequence[torch.nn.Module], *, compiled: bool) -> None:
         self.modules, self.compiled = modules, compiled
+        self.hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # gradients of another type than the parameters
         self.used: list[Bucket] = []
         self.awaited: list[Bucket] = []  # of modules inside, which backward cannot tell from this one
+
+    def hide(self, buckets: Iterable[Bucket]) -> None:
+        """Take away gradients that are of another type than parameters while passes use them: compilers refuse those."""
+        for bucket in buckets:
+            for slot in bucket.slots if bucket.narrow else ():
+                param, gradient = slot.param, slot.param.grad
+                if gradient is not None:
+                    self.hidden.append((param, gradient))
+                    param.grad = None
+
+    def show(self) -> None:
+        """Undo :meth:`hide`."""
+        for param, gradient in self.hidden:
+            param.grad = gradient
 
 
 class Unsharder(Feature):
@@ -198,6 +213,8 @@ class Unsharder(Feature):
             self._use(bucket, frame)
         if moments:
             self._now = max(self._now, *moments)
+        if compiled:
+            frame.hide(mine)
         if compiled and len(mine) == len(self._buckets) > 1:
             self._warn_of_whole(module)
         if not torch.is_grad_enabled() and len(self._frames) > 1:
@@ -245,8 +262,8 @@ class Unsharder(Feature):
                 continue
             if not self._in_compiled:
                 raise RuntimeError(
-                    f"compiled code reads parameters of {type(module).__name__} when it begins, and fsdp has them away then: "
-                    "compile modules, not functions that call them: block.compile(), or torch.compile(block)"
+                    f"compiled code reads parameters of {type(module).__name__} when it begins, and fsdp has them away "
+                    "then: compile modules, not functions that call them: block.compile(), or torch.compile(block)"
                 )
             self._use(bucket, self._frames[-1])
 
@@ -256,6 +273,7 @@ class Unsharder(Feature):
             return
         frame = self._frames.pop()
         self._in_compiled -= frame.compiled
+        frame.show()
         if torch._C._current_graph_task_id() >= 0:
             return  # recomputed: it stays until its gradients come
         awaited = (*reversed(frame.used), *frame.awaited)

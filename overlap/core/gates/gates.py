@@ -164,8 +164,9 @@ class Gates:
             if module in self._modules:
                 continue
             entry = self._modules[module] = Entry(module, self._enter, self._leave)
-            module._forward_pre_hooks[self._before] = _Hook(self._enter, entry)
-            module._forward_pre_hooks.move_to_end(self._before, last=False)
+            hooks: Any = module._forward_pre_hooks
+            hooks[self._before] = _Hook(self._enter, entry)
+            hooks.move_to_end(self._before, last=False)
             module._forward_hooks[self._after] = _Hook(self._leave)
             module._forward_hooks_always_called[self._after] = Ours()  # type: ignore[assignment]  # the key counts
             if any(managed(parameter) for parameter in module._parameters.values()):
