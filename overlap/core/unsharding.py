@@ -204,16 +204,19 @@ class Unsharder(Feature):
         frame = _Frame(() if inside else parts, compiled=compiled)
         self._frames.append(frame)
         self._in_compiled += compiled
-        moments = [self._entered[part] for part in frame.modules if part in self._entered]
-        if moments:
-            self._now = max(self._now, min(moments))
-            if self._passes == 1 and not self._learned:
-                self._seen += [(part, True) for part in frame.modules if part in self._entered]
+        first, last = math.inf, -1.0
+        for part in frame.modules:  # in every pass of every module: without a call
+            at = self._entered.get(part)
+            if at is not None:
+                first, last = min(first, at), max(last, at)
+                if self._passes == 1 and not self._learned:
+                    self._seen.append((part, True))
+        if last >= 0:
+            self._now = max(self._now, first)
         for bucket in mine:
             self._use(bucket, frame)
-        if moments:
-            self._now = max(self._now, *moments)
         if compiled:
+            self._now = max(self._now, last)
             frame.hide(mine)
         if compiled and len(mine) == len(self._buckets) > 1:
             self._warn_of_whole(module)
@@ -273,7 +276,8 @@ class Unsharder(Feature):
             return
         frame = self._frames.pop()
         self._in_compiled -= frame.compiled
-        frame.show()
+        if frame.hidden:
+            frame.show()
         if torch._C._current_graph_task_id() >= 0:
             return  # recomputed: it stays until its gradients come
         awaited = (*reversed(frame.used), *frame.awaited)
