@@ -17,7 +17,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp.first_pass import WIRES
-from fsdp.module import as_type, sharded_class
+from fsdp.module import as_type, compiled_calls, sharded_class
 from fsdp.units import Unit, has_unit, register, taken
 from overlap.horovod.mesh import Mesh
 from overlap.job.session import current
@@ -87,6 +87,7 @@ def fully_shard(
         if policy.output_dtype is not None:
             one.register_forward_hook(functools.partial(_cast, policy.output_dtype))
         mine = []  # the first one has them
+    compiled_calls().watch(modules)
     return module
 
 

@@ -12,10 +12,11 @@ import torch
 from torch.utils._pytree import tree_map
 
 from fsdp.first_pass import begin
-from fsdp.units import Root, Unit, attributes_of, outermost, root_of, unit_of, units_in
+from fsdp.units import Root, Unit, attributes_of, has_unit, outermost, root_of, unit_of, units_in
+from overlap.core.gates.compiled_calls import CompiledCalls
 from overlap.plan.plan import Residency
 
-__all__ = ["FSDPModule", "as_type", "register_fsdp_forward_method", "sharded_class"]
+__all__ = ["FSDPModule", "as_type", "compiled_calls", "register_fsdp_forward_method", "sharded_class"]
 
 
 class FSDPModule(torch.nn.Module):
@@ -23,6 +24,9 @@ class FSDPModule(torch.nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = unit_of(self)
+        if torch.compiler.is_dynamo_compiling():
+            args, kwargs = _traced_inputs(unit, args, kwargs)
+            return super().__call__(*args, **kwargs)
         if not unit.optimizers:
             begin(self)
         args, kwargs = _cast_inputs(unit, args, kwargs)
@@ -137,6 +141,8 @@ def register_fsdp_forward_method(module: torch.nn.Module, method_name: str) -> N
 
 def _as_forward(module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `method` of `module`, which uses its parameters, where the script has not called the module."""
+    if torch.compiler.is_dynamo_compiling():
+        return method(*args, **kwargs)
     unit = unit_of(module)
     if not unit.calls and not unit.optimizers:
         begin(module)
@@ -162,6 +168,27 @@ def _cast_inputs(unit: Unit, args: Any, kwargs: Any) -> Any:
     if not unit.casts or not unit.optimizers or any(each._engine.unsharder.whole_now for each in unit.optimizers):
         return args, kwargs
     return as_type(unit.param_dtype, (args, kwargs))
+
+
+def _traced_inputs(unit: Unit, args: Any, kwargs: Any) -> Any:
+    """What :func:`_cast_inputs` gives, where a compiler traces the call of the module of `unit`."""
+    if not unit.casts or unit.root is None or not unit.root._optimizers:
+        return args, kwargs
+    if len(unit.parameters) > 0 and unit.parameters[0].dtype is not unit.param_dtype:  # inside ``dear.whole(model)``
+        return args, kwargs
+    return as_type(unit.param_dtype, (args, kwargs))
+
+
+def _begin_compiled(module: Any, _inputs: Any) -> None:
+    units = units_in([module])
+    if units and not units[0].optimizers:
+        begin(next(each for each in module.modules() if has_unit(each)))
+
+
+@functools.cache
+def compiled_calls() -> CompiledCalls:
+    """Shards models in whose first training pass compiled code is called, before that is: it would be traced otherwise."""
+    return CompiledCalls(_begin_compiled, lambda *_: None, lambda module: bool(units_in([module])))
 
 
 def as_type(dtype: torch.dtype | None, values: Any) -> Any:

@@ -26,6 +26,7 @@ from overlap.core.clock import StepClock
 from overlap.core.closing import BACKWARD, Closing, zeroing
 from overlap.core.cuda_graphs import refuse_capture_of_gate
 from overlap.core.feature import Feature, Policy, listeners
+from overlap.core.gates.compiled_calls import CompiledCalls
 from overlap.core.gates.gates import Gates
 from overlap.core.gates.holders import hands_out, holders
 from overlap.core.gathering import Transit
@@ -81,6 +82,7 @@ class Engine:
         self._by_param = {id(slot.param): slot for slot in self.slots}
         self._hooks: dict[int, RemovableHandle] = {}  # by slot
         self._gates = Gates(self._touch, self.enter, self.leave, self._refuse_copies)
+        self._compiled: CompiledCalls | None = None  # where parameters are freed
         self._guard()
         self._hook_slots()
         unsharder.tell(weakref.WeakMethod(self._backward_begins))
@@ -229,12 +231,10 @@ class Engine:
                         self._early.read(slot)
                     transit.arrive(bucket)
         if self.unsharder.active:
-            if not inputs:  # no hook has called this, but a guard of compiled code
-                raise RuntimeError(
-                    "compiled code reads the parameters of all its modules when it begins, and fsdp has them whole one by "
-                    "one: leave torch.compile out, or use strategy='dear'"
-                )
-            self.unsharder.enter(module)
+            if inputs:
+                self.unsharder.enter(module)
+            else:  # no hook has called this, but a guard of compiled code
+                self.unsharder.read(module)
         if self.watcher is not None:
             self.watcher.entered()
         if self._clock is not None:
@@ -242,8 +242,8 @@ class Engine:
 
     def leave(self, module: torch.nn.Module, *inputs_and_output: object) -> None:
         observer, clock = self.arrangement.observer, self._clock
-        if self.unsharder.active:
-            self.unsharder.leave(module, inputs_and_output[-1] if inputs_and_output else None)
+        if self.unsharder.active and inputs_and_output:
+            self.unsharder.leave(inputs_and_output[-1])
         if self.watcher is not None:
             self.watcher.left()
         if observer is not None:
@@ -252,6 +252,14 @@ class Engine:
             since = clock.now()
             clock.left()
             clock.passed(since)
+
+    def _enter_compiled(self, module: torch.nn.Module, _inputs: object) -> None:
+        if self.unsharder.active:
+            self.unsharder.enter(module, compiled=True)
+
+    def _leave_compiled(self, _module: torch.nn.Module, _inputs: object, output: object) -> None:
+        if self.unsharder.active:
+            self.unsharder.leave(output)
 
     # - Following the model
 
@@ -265,10 +273,16 @@ class Engine:
         for slot in self.slots:
             slot.held = id(slot.param) in theirs
         self._gates.guard([*modules, *others], lambda parameter: id(parameter) in self._by_param)
+        if self._compiled is None and not self.strategy.learns:
+            self._compiled = CompiledCalls(self._enter_compiled, self._leave_compiled, self._gates.any_in)
+        if self._compiled is not None:
+            self._compiled.watch(self.modules)
 
     def detach(self) -> None:
         """Remove all hooks and gates from the model."""
         self._gates.remove()
+        if self._compiled is not None:
+            self._compiled.remove()
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()

@@ -9,6 +9,7 @@ runs is noted in its frame, so that backward finds it also where another module'
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,19 +35,37 @@ from overlap.transport.work import Work, arrive
 
 __all__ = ["SamePasses", "Unsharder"]
 
+log = logging.getLogger("dear")
+
 _SERIES = 2**56
 _UNKNOWN = 2**30  # gradients in one backward pass
 _AHEAD = 4  # so many buckets, of the size that is usual, may be whole beside those that are used
 
 
 class _Frame:
-    """A forward pass of a module that is going on."""
+    """A forward pass of `modules` that is going on: of one, or of all that are in a `compiled` one."""
 
-    __slots__ = ("awaited", "used")
+    __slots__ = ("awaited", "compiled", "hidden", "modules", "used")
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[torch.nn.Module], *, compiled: bool) -> None:
+        self.modules, self.compiled = modules, compiled
+        self.hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # gradients of another type than the parameters
         self.used: list[FreedBucket] = []
         self.awaited: list[FreedBucket] = []  # of modules inside, which backward cannot tell from this one
+
+    def hide(self, buckets: Iterable[FreedBucket]) -> None:
+        """Take away gradients that are of another type than parameters while passes use them: compilers refuse those."""
+        for bucket in buckets:
+            for slot in bucket.slots if bucket.narrow else ():
+                param, gradient = slot.param, slot.param.grad
+                if gradient is not None:
+                    self.hidden.append((param, gradient))
+                    param.grad = None
+
+    def show(self) -> None:
+        """Undo :meth:`hide`."""
+        for param, gradient in self.hidden:
+            param.grad = gradient
 
 
 class Unsharder(Feature):
@@ -83,6 +102,9 @@ class Unsharder(Feature):
         self._again = False  # this backward makes a graph, which another one may go through
         self._came: dict[Bucket, set[int]] = {}  # slots whose gradients this backward has brought
         self._of_module: dict[torch.nn.Module, tuple[FreedBucket, ...]] = {}
+        self._inside: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = {}  # of a compiled one
+        self._in_compiled = 0  # forward passes of compiled modules that are going on
+        self._warned = False
         self._holders: dict[Bucket, set[torch.nn.Module]] = {}  # the modules that have its parameters
         self._left: Counter[torch.nn.Module] = Counter()  # how often their forward is over in this pass
         self._learned = False  # from a pass of rank 0's: the order in which modules are used, and how often each is
@@ -119,6 +141,7 @@ class Unsharder(Feature):
         self._slots = {id(slot.param): slot for bucket in freed for slot in bucket.slots}
         self._numbers = {bucket: number for number, bucket in enumerate(freed)}
         self._of_module.clear()
+        self._inside.clear()
         self._unsharded.clear()
         self._hold()
         usual = median([bucket.nbytes for bucket in freed] or [0])
@@ -168,25 +191,39 @@ class Unsharder(Feature):
 
     # - A module's forward
 
-    def enter(self, module: torch.nn.Module) -> None:
-        """The forward pass of `module` begins; it may read its own parameters."""
+    def enter(self, module: torch.nn.Module, *, compiled: bool = False) -> None:
+        """The forward pass of `module` begins; it may read its own parameters, and a `compiled` one all that are inside."""
         if self.whole_now:
             return
-        mine = self._own(module)
+        parts = self._parts(module) if compiled else (module,)
+        mine = self._own_of(parts) if compiled else self._own(module)
         if torch._C._current_graph_task_id() >= 0:
             self._begin_backward()
         elif not self._frames and (module is self._model or self._goes_back(module)):
             self._begin_forward(trains=torch.is_grad_enabled())
-        frame = _Frame()
+        inside = self._in_compiled
+        frame = _Frame(() if inside else parts, compiled=compiled)
         self._frames.append(frame)
-        if module in self._entered:
-            self._now = max(self._now, self._entered[module])
-            if self._passes == 1 and not self._learned:
-                self._seen.append((module, True))
+        self._in_compiled += compiled
+        first, last = math.inf, -1.0
+        for part in frame.modules:  # in every pass of every module: without a call
+            at = self._entered.get(part)
+            if at is not None:
+                first, last = min(first, at), max(last, at)
+                if self._passes == 1 and not self._learned:
+                    self._seen.append((part, True))
+        if last >= 0:
+            self._now = max(self._now, first)
         for bucket in mine:
             self._use(bucket, frame)
+        if compiled:
+            self._now = max(self._now, last)
+            frame.hide(mine)
+        if compiled and len(mine) == len(self._buckets) > 1:
+            self._warn_of_whole(module)
         if not torch.is_grad_enabled() and len(self._frames) > 1:
-            self._expect_more(module)
+            for part in parts:
+                self._expect_more(part)
 
     def _begin_forward(self, *, trains: bool) -> None:
         self._participants.passes("forward", trains=trains)
@@ -221,24 +258,42 @@ class Unsharder(Feature):
         assert isinstance(bucket, FreedBucket)
         self._use(bucket, self._frames[-1] if self._frames else None)
 
-    def leave(self, module: torch.nn.Module, output: Any) -> None:
-        """The forward pass of `module` is over."""
+    def read(self, module: torch.nn.Module) -> None:
+        """Compiled code, whose guards run, is going to read the parameters of `module`."""
+        if self.whole_now:
+            return
+        for bucket in self._own(module):
+            if any(bucket in frame.used for frame in self._frames):
+                continue
+            if not self._in_compiled:
+                raise RuntimeError(
+                    f"compiled code reads parameters of {type(module).__name__} when it begins, and fsdp has them away "
+                    "then: compile modules, not functions that call them: block.compile(), or torch.compile(block)"
+                )
+            self._use(bucket, self._frames[-1])
+
+    def leave(self, output: Any) -> None:
+        """The forward pass that was entered last is over."""
         if not self._frames:
             return
         frame = self._frames.pop()
+        self._in_compiled -= frame.compiled
+        if frame.hidden:
+            frame.show()
         if torch._C._current_graph_task_id() >= 0:
             return  # recomputed: it stays until its gradients come
-        awaited = (*frame.used, *frame.awaited)
+        awaited = (*reversed(frame.used), *frame.awaited)
         if awaited and torch.is_grad_enabled():
             nodes = {tensor.grad_fn: None for tensor in tree_leaves(output) if _has_node(tensor)}
             for node in nodes:
-                node.register_prehook(partial(self._await, awaited, module))
+                node.register_prehook(partial(self._await, awaited, frame.modules))
             if not nodes and self._frames:
                 self._frames[-1].awaited += awaited
-        if module in self._entered:
-            self._left[module] += 1
-            if self._passes == 1 and not self._learned:
-                self._seen.append((module, False))
+        for module in reversed(frame.modules):
+            if module in self._entered:
+                self._left[module] += 1
+                if self._passes == 1 and not self._learned:
+                    self._seen.append((module, False))
         for bucket in frame.used:
             if any(bucket in each.used for each in self._frames):
                 continue
@@ -262,6 +317,29 @@ class Unsharder(Feature):
             buckets = [slot.bucket for slot in slots if slot is not None and isinstance(slot.bucket, FreedBucket)]
             found = self._of_module[module] = tuple(dict.fromkeys(buckets))
         return found
+
+    def _parts(self, module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+        """The modules with buckets in `module`, which is compiled."""
+        found = self._inside.get(module)
+        if found is None:
+            found = self._inside[module] = tuple(each for each in module.modules() if self._own(each))
+        return found
+
+    def _own_of(self, modules: Iterable[torch.nn.Module]) -> list[FreedBucket]:
+        """The buckets of `modules`, in the order in which they are gathered for a forward pass."""
+        found = dict.fromkeys(bucket for module in modules for bucket in self._own(module))
+        return sorted(found, key=self._numbers.__getitem__)
+
+    def _warn_of_whole(self, module: torch.nn.Module) -> None:
+        if not self._warned and self._comm.rank == 0:
+            log.warning(
+                "%s was compiled as a whole, so all parameters of the model (%.1f MB) are whole on every rank in its "
+                "forward pass, and in its backward pass: compile it block by block (for block in model.blocks: "
+                "block.compile()), and those of one block are",
+                type(module).__name__,
+                sum(bucket.nbytes for bucket in self._buckets) / 2**20,
+            )
+        self._warned = True
 
     def _goes_back(self, module: torch.nn.Module) -> bool:
         """Whether `module`, which the script calls itself, comes before what this pass has used: another one begins.
@@ -288,16 +366,17 @@ class Unsharder(Feature):
 
     # - Backward
 
-    def _await(self, buckets: Iterable[FreedBucket], module: torch.nn.Module, _gradients: Any) -> None:
-        """Backward has come to what `module` returned, and may read what that has read."""
+    def _await(self, buckets: Iterable[FreedBucket], modules: Iterable[torch.nn.Module], _gradients: Any) -> None:
+        """Backward has come to what the forward pass of `modules` returned, and may read what that has read."""
         if self.whole_now:
             return
         self._begin_backward()
         self._again = self._again or torch.is_grad_enabled()  # ``create_graph=True``
-        for parameter in dict.values(module._parameters):
-            slot = self._slots.get(id(parameter))
-            if slot is not None and slot.filled:
-                raise too_many(slot)
+        for module in modules:
+            for parameter in dict.values(module._parameters):
+                slot = self._slots.get(id(parameter))
+                if slot is not None and slot.filled:
+                    raise too_many(slot)
         for bucket in buckets:
             self._use(bucket, None)
             self._aside += [slot for slot in bucket.slots if slot.put_aside()]
@@ -360,6 +439,7 @@ class Unsharder(Feature):
                 slot.expected = max(1, slot.fires // passes)
         keep_apart(False)
         self._frames.clear()
+        self._in_compiled = 0
         self._backward = False
         self._latest = -1
         self._carry_out(self._sweeps.over())

@@ -14,7 +14,6 @@ import torch
 
 import dear
 import fsdp
-from overlap.core.gates.compiled import GUARDS
 from overlap.transport.objects import SignatureMismatch
 from tests.spmd.models import double_model
 from tests.spmd.training import local_loss, same_everywhere, trained, values_of
@@ -280,16 +279,6 @@ def test_what_fsdp_cannot_do_is_said() -> None:
         fsdp.DistributedOptimizer(torch.optim.SGD(plain.parameters(), 0.1))
     with pytest.raises(ValueError, match="whole_mb should be above 0"):
         fsdp.DistributedOptimizer(torch.optim.SGD(plain.parameters(), 0.1), plain, whole_mb=0)
-
-
-@pytest.mark.skipif(not GUARDS, reason="compilers of that age break their graphs at gates")
-def test_compiled_code_is_refused() -> None:
-    model, optimizer = trained("fsdp")
-    with pytest.raises(RuntimeError, match=r"leave torch\.compile out, or use strategy='dear'"):
-        torch.compile(model, backend="eager")(torch.ones(1, 9, dtype=torch.float64))
-    optimizer.zero_grad()
-    local_loss(model).backward()
-    optimizer.step()
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -152,7 +152,8 @@ class Gates:
     ) -> None:
         self._copied = copied
         self._touch, self._enter, self._leave = untraced(touch), untraced(enter), untraced(leave)
-        self._handles: list[RemovableHandle] = []
+        # One key for all modules: compiled code of one is used for others of its class, which have the same keys.
+        self._before, self._after = (RemovableHandle(OrderedDict()).id for _ in range(2))
         self._modules: dict[torch.nn.Module, Entry] = {}
         self.swapped: list[tuple[GatedParameters, str, torch.nn.Parameter]] = []  # whose name another one has taken
         copyreg.pickle(OrderedDict, _reduced)
@@ -163,11 +164,11 @@ class Gates:
             if module in self._modules:
                 continue
             entry = self._modules[module] = Entry(module, self._enter, self._leave)
-            before, after = _Hook(self._enter, entry), _Hook(self._leave)
-            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-            handle = module.register_forward_hook(after, always_call=True)
-            module._forward_hooks_always_called[handle.id] = Ours()  # type: ignore[assignment]  # the key counts
-            self._handles.append(handle)
+            hooks: Any = module._forward_pre_hooks
+            hooks[self._before] = _Hook(self._enter, entry)
+            hooks.move_to_end(self._before, last=False)
+            module._forward_hooks[self._after] = _Hook(self._leave)
+            module._forward_hooks_always_called[self._after] = Ours()  # type: ignore[assignment]  # the key counts
             if any(managed(parameter) for parameter in module._parameters.values()):
                 gated = module._parameters
                 if not isinstance(gated, GatedParameters):
@@ -182,13 +183,18 @@ class Gates:
         """The modules that have gates."""
         return list(self._modules)
 
+    def any_in(self, module: torch.nn.Module) -> bool:
+        """Whether `module`, or one inside of it, has gates."""
+        return any(each in self._modules for each in module.modules())
+
     def _swap(self, gated: GatedParameters, name: str, old: torch.nn.Parameter) -> None:
         self.swapped.append((gated, name, old))
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
         for module, entry in self._modules.items():
+            module._forward_pre_hooks.pop(self._before, None)
+            for hooks in (module._forward_hooks, module._forward_hooks_always_called):
+                hooks.pop(self._after, None)
             parameters = module._parameters
             if isinstance(parameters, GatedParameters):
                 parameters.touches = tuple(touch for touch in parameters.touches if touch != self._touch)
@@ -197,7 +203,6 @@ class Gates:
                 parameters.copies = tuple(told for told in parameters.copies if told != self._copied)
                 if not parameters.touches:
                     module.__dict__["_parameters"] = dict(parameters)
-        self._handles.clear()
         self._modules.clear()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Strangers", "hands_out", "holders"]
+__all__ = ["Strangers", "hands_out", "holders", "modules_of"]
 
 log = logging.getLogger("dear")
 
@@ -53,6 +53,11 @@ class Strangers:
 def hands_out(module: torch.nn.Module) -> bool:
     """Whether Python reads parameters from `module`; not so for TorchScript's, which take no hooks either."""
     return isinstance(module.__dict__.get("_parameters"), dict)
+
+
+def modules_of(kind: type[torch.nn.Module]) -> list[torch.nn.Module]:
+    """All modules of this process that are of `kind`."""
+    return [module for module in _modules() if isinstance(module, kind)]
 
 
 def _modules() -> list[torch.nn.Module]:
