@@ -34,8 +34,8 @@ def published_plan(
 ) -> Published:
     """The plan of `layers` equal layers within `limit_mb`, of which 800 are left for all else.
 
-    ``seconds[row][strategy]`` and ``mb[row][strategy]`` are of one layer; rows are batch sizes in ascending order. The first
-    one that does not fit ends the search. Raises ``ValueError`` where none fits.
+    ``seconds[row][strategy]`` and ``mb[row][strategy]`` are of one layer; rows are batch sizes in ascending order. The
+    first one that does not fit ends the search. Raises ``ValueError`` where none fits.
     """
     budget = limit_mb - _OVERHEAD
     found: list[Published] = []
@@ -50,8 +50,8 @@ def published_plan(
     if not found:
         least = layers * min(int(each) for each in mb[ROWS[0]])
         raise ValueError(
-            f"the limit is {limit_mb} MB, of which {_OVERHEAD} are left for all else, and {layers} layers need {least} MB at "
-            f"least, {least - budget} MB more than the rest"
+            f"the limit is {limit_mb} MB, of which {_OVERHEAD} are left for all else, and {layers} layers need {least} MB "
+            f"at least, {least - budget} MB more than the rest"
         )
     return min(found, key=lambda plan: plan.seconds)
 

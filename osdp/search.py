@@ -2,13 +2,14 @@
 
 The multiple-choice knapsack. Items are added one after the other to states (bytes, seconds) of those before; a state goes
 where another one takes no more of both, or where even parts of options (the linear relaxation of the items that are left)
-would not make it better than the best choice so far. Items that are equal lead to equal states, so many of them cost little.
+would not make it better than the best choice so far. Equal items lead to equal states, so that many of them cost little.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy
@@ -110,7 +111,7 @@ def _upgrades(items: Sequence[Item], frontiers: Sequence[Sequence[int]]) -> list
     found: list[_Upgrade] = []
     for number, item in enumerate(items):
         hull = _hull(item, frontiers[number])
-        for before, after in zip(hull, hull[1:], strict=False):
+        for before, after in pairwise(hull):
             small, large = item.options[before], item.options[after]
             found.append(_Upgrade(number, after, large.nbytes - small.nbytes, small.seconds - large.seconds))
     found.sort(key=lambda one: -one.saved / one.nbytes)

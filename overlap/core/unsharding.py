@@ -134,9 +134,11 @@ class Unsharder(Feature):
                 self._entered[module] = -1.0
 
     def _plan(self) -> Sweeps:
-        late = Residency.FREED_AFTER_BACKWARD
-        stay = [number for number, bucket in enumerate(self._buckets) if bucket.plan.residency is late]
-        return Sweeps([bucket.nbytes for bucket in self._buckets], self.room, self._passed, stay)
+        stay, keep = (
+            [number for number, bucket in enumerate(self._buckets) if bucket.plan.residency is residency]
+            for residency in (Residency.FREED_AFTER_BACKWARD, Residency.FREED_IN_STEP)
+        )
+        return Sweeps([bucket.nbytes for bucket in self._buckets], self.room, self._passed, stay, keep)
 
     def _passed(self, number: int) -> bool:
         """Whether all modules with parameters of the bucket come before the one that this pass has come to."""
