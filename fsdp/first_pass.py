@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp.optimizer import Fsdp, automatic, refuse_what_is_lost
+from fsdp.optimizer import Fsdp, automatic
 from fsdp.units import Unit, outermost, root_of, taken, unit_of, units_in
 from overlap.horovod.mesh import set_of
 from overlap.job.process_set import ProcessSet
@@ -19,6 +19,7 @@ from overlap.job.session import current
 from overlap.optimizer.adoption import adopt, optimizers_of
 from overlap.optimizer.arguments import SharedArguments
 from overlap.optimizer.distributed import DistributedOptimizer
+from overlap.optimizer.sharding import refuse_what_is_lost
 from overlap.optimizer.start import agree_on_strategy
 from overlap.transport.compression import Compression
 from overlap.transport.objects import allgather_object
@@ -56,7 +57,7 @@ def begin(module: Any) -> None:
             "works with one that no DistributedOptimizer wraps; it may have several parameter groups"
         )
     agree_on_strategy("fsdp")
-    refuse_what_is_lost(model)
+    refuse_what_is_lost(model, "fsdp")
     root = root_of(model)
     root.units = units_in([model])
     _refuse_frozen(model, root.units, set(_trained(found[0])))

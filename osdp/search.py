@@ -16,7 +16,7 @@ import numpy
 
 __all__ = ["Choice", "DoesNotFit", "Item", "Option", "best", "greedy"]
 
-_STATES = 20_000  # more of them are thinned out; see `best`
+_STATES = 8_000  # more of them are thinned out; see `best`
 _ROUNDING = 1e-12
 _NAMED = 3  # of the largest items
 
@@ -55,15 +55,20 @@ class Choice:
 class DoesNotFit(ValueError):
     """Even the smallest options take `short` bytes more than the limit."""
 
-    def __init__(self, items: Sequence[Item], limit: int) -> None:
-        least = sum(_least(item) for item in items)
-        largest = sorted(items, key=_least, reverse=True)[:_NAMED]
-        named = ", ".join(f"{item.name} {_least(item) / 2**20:,.1f} MB" for item in largest)
-        super().__init__(
+    def __init__(self, message: str, short: int) -> None:
+        super().__init__(message)
+        self.short = short
+
+    @classmethod
+    def by(cls, least: int, limit: int, names: Sequence[str], sizes: Sequence[int]) -> DoesNotFit:
+        """`least` bytes are needed; what has these `names` takes so many of them."""
+        largest = sorted(zip(sizes, names, strict=True), reverse=True)[:_NAMED]
+        named = ", ".join(f"{name} {size / 2**20:,.1f} MB" for size, name in largest)
+        return cls(
             f"the limit is {limit / 2**20:,.1f} MB, and {least / 2**20:,.1f} MB are needed at least, "
-            f"{(least - limit) / 2**20:,.1f} MB more; the largest: {named}"
+            f"{(least - limit) / 2**20:,.1f} MB more; the largest: {named}",
+            least - limit,
         )
-        self.short = least - limit
 
 
 def _least(item: Item) -> int:
@@ -146,7 +151,7 @@ def greedy(items: Sequence[Item], limit: int) -> Choice:
     chosen = [frontier[0] for frontier in frontiers]
     least, seconds = _sums(items, chosen)
     if least > limit:
-        raise DoesNotFit(items, limit)
+        raise DoesNotFit.by(least, limit, [item.name for item in items], [_least(item) for item in items])
     upgrades = _upgrades(items, frontiers)
     bound = seconds - float(_most_saved(upgrades, limit - least))
     _filled(chosen, upgrades, limit - least)

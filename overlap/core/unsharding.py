@@ -102,6 +102,11 @@ class Unsharder(Feature):
         self._narrow: list[Bucket] = []  # whose parameters are of 16 bits while passes use them
         self._trains = False  # a graph is made that the next backward goes through
 
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The freed ones, in the order of their use."""
+        return tuple(self._buckets)
+
     def tell(self, told: Callable[[], Callable[[], None] | None]) -> None:
         """Call what `told()` refers to before each backward pass, on every rank."""
         self._told = told
@@ -429,9 +434,13 @@ class Unsharder(Feature):
 
         On every rank, between passes.
         """
-        for bucket in self._buckets:
-            if all(wanted(slot.param) for slot in bucket.slots):
-                bucket.plan = replace(bucket.plan, residency=residency)
+        found = [bucket for bucket in self._buckets if all(wanted(slot.param) for slot in bucket.slots)]
+        self.arrange(dict.fromkeys(found, residency))
+
+    def arrange(self, residencies: Mapping[Bucket, Residency]) -> None:
+        """From now on, these buckets are freed as `residencies` says. On every rank, between passes."""
+        for bucket, residency in residencies.items():
+            bucket.plan = replace(bucket.plan, residency=residency)
         if not self.whole_now:
             self._carry_out(self._sweeps.replaced())
             self._sweeps = self._plan()

@@ -211,6 +211,7 @@ KINDS: Mapping[str, _Kind] = {
     "gradient_predivide_factor": _NUMBER,
     "groups": ("a number or a list of lists of parameters", lambda value: not isinstance(value, bool)),
     "layerwise_times": _or_none(("a mapping of names to seconds", lambda value: isinstance(value, Mapping))),
+    "memory_limit_gb": _or_auto(_NUMBER),
     "merge_below_kb": _NUMBER,
     "mixing": _or_auto(_NUMBER),
     "nprocs_per_node": _or_none(_WHOLE),
