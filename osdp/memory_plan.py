@@ -10,7 +10,7 @@ from osdp.choice import OPTIONS, Job, Residencies, chosen, step_seconds, whole_b
 from osdp.search import DoesNotFit
 from overlap.plan.plan import Residency
 
-__all__ = ["FREE", "GB", "KEEP", "MARGIN", "MemoryPlan", "made", "pinned_by", "styles"]
+__all__ = ["FREE", "GB", "KEEP", "MARGIN", "MemoryPlan", "made", "pinned_by", "rule_of", "styles"]
 
 GB = 2**30
 #: The share of the limit that is left free, as what a process takes varies from step to step.
@@ -174,7 +174,7 @@ def pinned_by(fsdp_plan: Mapping[str, str], modules: Sequence[Sequence[str]]) ->
 
     A rule is for a module by its name, in which ``*`` stands for a number, and for all modules inside; the longest one
     counts. Buckets of which some module has no rule are left out. Raises ``ValueError`` for other styles, and for rules
-    that no module is named by.
+    that no module has.
     """
     for pattern, style in fsdp_plan.items():
         if style not in (KEEP, FREE):
@@ -182,15 +182,18 @@ def pinned_by(fsdp_plan: Mapping[str, str], modules: Sequence[Sequence[str]]) ->
     used: set[str] = set()
     found = {}
     for place, names in enumerate(modules):
-        rules = [_rule(fsdp_plan, name) for name in names]
+        rules = [rule_of(fsdp_plan, name) for name in names]
         used.update(rule for rule in rules if rule is not None)
         if rules and None not in rules:
             keeps = all(fsdp_plan[rule] == KEEP for rule in rules if rule is not None)
             found[place] = Residency.FREED_AFTER_BACKWARD if keeps else Residency.FREED
+    unused = sorted(set(fsdp_plan) - used)
+    if unused:
+        raise ValueError(f"fsdp_plan has rules for {', '.join(unused)}, and no module with parameters is called so")
     return found
 
 
-def _rule(fsdp_plan: Mapping[str, str], name: str) -> str | None:
+def rule_of(fsdp_plan: Mapping[str, str], name: str) -> str | None:
     """The longest of the plan's patterns that is for the module `name`, or for one around it."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):

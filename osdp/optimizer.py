@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from osdp.memory_plan import GB, KEEP, pinned_by
+from osdp.memory_plan import GB, KEEP, pinned_by, rule_of
 from osdp.strategy import Osdp
 from osdp.watching import Watching
 from overlap.job.groups import beside
@@ -20,7 +20,6 @@ from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.optimizer.sharding import module_of, sizes
 from overlap.optimizer.start import agree_on_strategy
 from overlap.plan.link_probe import link_cost
-from overlap.plan.plan import Residency
 from overlap.transport.communicator import ReduceOp
 from overlap.transport.compression import NoneCompressor
 from overlap.transport.objects import allgather_object
@@ -130,8 +129,7 @@ def _rules(model: torch.nn.Module, fsdp_plan: Mapping[str, str] | str | None) ->
             f"fsdp_plan should be a mapping of module names to styles, 'model' or None and is {fsdp_plan!r}"
         )
     rules = {name: style for pattern, style in fsdp_plan.items() for name in _names_of(pattern)}
-    names = [name for name, _ in model.named_modules()]
-    pinned_by(rules, [(name,) for name in names if name])
+    pinned_by(rules, [(name.rpartition(".")[0],) for name, _ in model.named_parameters()])
     return rules
 
 
@@ -149,10 +147,7 @@ def _kept_alone(
     for name, module in model.named_modules():
         mine = [each for each in module.parameters(recurse=False) if id(each) in trained and each.requires_grad]
         trained.difference_update(map(id, mine))
-        if mine and _keeps(rules, name):
+        rule = rule_of(rules, name)
+        if mine and rule is not None and rules[rule] == KEEP:
             groups.append(mine)
     return groups or None
-
-
-def _keeps(rules: Mapping[str, str], name: str) -> bool:
-    return KEEP in rules.values() and pinned_by(rules, [(name,)]).get(0) is Residency.FREED_AFTER_BACKWARD

@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness import ROOT
 
-STRATEGIES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "co2", "oss", "fsdp")
+STRATEGIES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "co2", "oss", "fsdp", "osdp")
 OURS = ("comm_core", "overlap", "dearrun", *STRATEGIES, "bench", "examples", "tests")
 ALLOWED = {
     "comm_core": (),

@@ -8,13 +8,19 @@ import pytest
 import torch
 
 import dear
+import osdp
 from fsdp.optimizer import Fsdp
+from osdp.memory_plan import MARGIN
+from osdp.watching import Watching
+from overlap.job.memory import Peak
 from overlap.optimizer.arguments import SharedArguments
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.plan.partition import BucketSpec
 from overlap.plan.plan import Residency
 from tests.spmd.training import local_loss, values_of
 from tests.spmd_plugin import SIZE
+
+MB = 2**20
 
 
 class Mixed(Fsdp):
@@ -79,3 +85,140 @@ def test_buckets_that_are_kept_until_the_step_are_gathered_once() -> None:
         assert unsharder.gathered - before == (len(optimizer.buckets) if step == 0 else 0), "step() has begun with it"
         optimizer.step()
         optimizer.zero_grad()
+
+
+# - The choice, under a limit
+
+WIDTH = 512
+LIMITS = ("least", "a third", "two thirds", "all")
+
+
+def _large() -> torch.nn.Module:
+    torch.default_generator.manual_seed(8)
+    parts = [part for _ in range(8) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())]
+    return torch.nn.Sequential(*parts)
+
+
+def _large_loss(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+    return local_loss(model, step, rank, WIDTH, torch.float32)
+
+
+def _trains(strategy: str | None, steps: int = 8, **options: Any) -> tuple[list[torch.Tensor], Any]:
+    model = _large()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-3)
+    ranks = range(SIZE)
+    if strategy is not None:
+        optimizer = dear.DistributedOptimizer(optimizer, model, strategy=strategy, threshold_mb=0, **options)
+        ranks = range(dear.rank(), dear.rank() + 1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in ranks:
+            (_large_loss(model, step, rank) / len(ranks)).backward()
+        optimizer.step()
+    return values_of(model), optimizer
+
+
+def _fixed(monkeypatch: pytest.MonkeyPatch, in_passes: int) -> None:
+    """What a rank takes is said here, and grows by what is kept: it differs from job to job elsewhere."""
+    told: list[Watching] = []
+
+    def taken(watching: Watching) -> tuple[int, int]:
+        told.append(watching)
+        return in_passes + (0 if watching.plan is None else watching.plan.more), MB
+
+    monkeypatch.setattr(Watching, "_told", taken)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_results_are_those_of_other_strategies_at_any_limit(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = (WIDTH + 1) * WIDTH * 4
+    more = {"least": 0, "a third": 2.7 * layer, "two thirds": 5.4 * layer, "all": 20 * layer}[limit]
+    _fixed(monkeypatch, 500 * MB)
+    mine, optimizer = _trains("osdp", memory_limit_gb=(500 * MB + more) / (1 - MARGIN) / 2**30 + 1e-6)
+    plan = optimizer._planned.plan
+    if SIZE > 1:
+        assert len(plan.kept) == {"least": 0, "a third": 2, "two thirds": 5, "all": 8}[limit] or limit != "least"
+        assert (len(plan.kept) == 8) == (limit == "all")
+    assert plan.more <= more
+    for strategy in ("fsdp", "dear"):
+        for value, expected in zip(mine, _trains(strategy)[0], strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+            assert SIZE > 2 or torch.equal(value, expected), strategy
+    for value, expected in zip(mine, _trains(None)[0], strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_every_rank_decides_the_same_and_by_the_rank_that_takes_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Peak.read
+    monkeypatch.setattr(Peak, "read", lambda peak: real(peak) + 10 * MB * (dear.rank() == SIZE - 1))
+    _, optimizer = _trains("osdp", memory_limit_gb=64.0)
+    plan = optimizer._planned.plan
+    facts = (plan.residencies, plan.in_passes, plan.in_step, optimizer._planned.measured)
+    assert dear.allgather_object(facts) == [facts] * SIZE
+    mine = dear.allgather_object(real(Peak()))
+    assert plan.in_passes >= min(mine) + 10 * MB - 64 * MB
+    assert "kept" in optimizer.explain() or SIZE == 1
+
+
+def test_a_limit_below_what_freed_buckets_need_raises_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    _fixed(monkeypatch, 700 * MB)
+    with pytest.raises(
+        MemoryError, match=r"limit is .* MB, and 700.0 MB are needed at least, .* the largest: .* memory_limit"
+    ):
+        _trains("osdp", memory_limit_gb=0.5)
+
+
+def test_a_rank_that_takes_more_later_has_all_of_them_free_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    if SIZE == 1:
+        pytest.skip("one rank keeps nothing")
+    more = [0]
+
+    def taken(watching: Watching) -> tuple[int, int]:
+        return 500 * MB + more[0] + (0 if watching.plan is None else watching.plan.more), MB
+
+    monkeypatch.setattr(Watching, "_told", taken)
+    model = _large()
+    limit = (500 * MB + 5.5 * (WIDTH + 1) * WIDTH * 4) / (1 - MARGIN)
+    optimizer = dear.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model, strategy="osdp", threshold_mb=0, memory_limit_gb=limit / 2**30
+    )
+    watching = optimizer._planned
+    real = watching._peak.read
+    kept = 0
+    for step in range(20):
+        if step == 10:
+            assert not watching.under_way
+            kept, more[0] = len(watching.plan.kept), 3 * (WIDTH + 1) * WIDTH * 4
+        over = step == 10 and dear.rank() == SIZE - 1
+        monkeypatch.setattr(watching._peak, "read", lambda over=over: int(limit) + 1 if over else min(real(), MB))
+        optimizer.zero_grad()
+        _large_loss(model, step, dear.rank()).backward()
+        optimizer.step()
+    assert 0 < len(watching.plan.kept) < kept
+    assert not watching.under_way
+    assert dear.allgather_object(watching.plan.residencies) == [watching.plan.residencies] * SIZE
+    monkeypatch.undo()
+
+
+def test_rules_for_modules_are_the_choice() -> None:
+    model = _large()
+    optimizer = dear.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1),
+        model,
+        strategy="osdp",
+        memory_limit_gb=64.0,
+        fsdp_plan={"0": "keep_full_weight", "4": "free_full_weight"},
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        _large_loss(model, step, dear.rank()).backward()
+        optimizer.step()
+    plan = optimizer._planned.plan
+    found = dict(zip(plan.modules, plan.residencies, strict=True))
+    assert found["0",] is Residency.FREED_AFTER_BACKWARD
+    assert all(residency is Residency.FREED for names, residency in found.items() if "4" in names)
+    assert plan.fsdp_plan()["0"] == "keep_full_weight"
+    with pytest.raises(ValueError, match="no module"):
+        osdp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, fsdp_plan={"7x": "free_full_weight"})
+    with pytest.raises(ValueError, match="has no _fsdp_plan"):
+        osdp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, fsdp_plan="model")

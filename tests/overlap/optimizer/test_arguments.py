@@ -12,7 +12,7 @@ import torch
 
 from overlap.optimizer.arguments import KINDS, SharedArguments, check_kinds, check_passes
 
-PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "fsdp", "co2")
+PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "fsdp", "osdp", "co2")
 # Checked, with messages that say more, where they are used.
 ELSEWHERE = {
     "optimizer",
