@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp.optimizer import Fsdp, automatic
 from fsdp.units import Unit, outermost, root_of, taken, unit_of, units_in
 from overlap.horovod.mesh import set_of
 from overlap.job.process_set import ProcessSet
 from overlap.job.session import current
-from overlap.optimizer.adoption import adopt, optimizers_of
+from overlap.optimizer.adoption import adopt, optimizer_of, refuse_strangers
 from overlap.optimizer.arguments import SharedArguments
-from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.optimizer.sharding import refuse_what_is_lost
 from overlap.optimizer.start import agree_on_strategy
 from overlap.transport.compression import Compression
@@ -46,41 +43,23 @@ def begin(module: Any) -> None:
     model = outermost(module)
     if model is not module and unit_of(model).calls:
         return  # that has looked already
-    trained = [each for each in model.parameters() if each.requires_grad]
-    found = optimizers_of(trained)
-    if not found:
+    found = optimizer_of(model, "fully_shard()")
+    if found is None:
         return
-    if len(found) > 1 or current().registry.having(trained):
-        names = ", ".join(type(each).__name__ for each in found)
-        raise RuntimeError(
-            f"the parameters of {type(model).__name__} belong to {len(found)} optimizer(s) ({names}), and fully_shard() "
-            "works with one that no DistributedOptimizer wraps; it may have several parameter groups"
-        )
     agree_on_strategy("fsdp")
     refuse_what_is_lost(model, "fsdp")
     root = root_of(model)
     root.units = units_in([model])
-    _refuse_frozen(model, root.units, set(_trained(found[0])))
+    _refuse_frozen(model, root.units, set(_trained(found)))
     for unit in root.units:
         unit.root = root
-    _watch_steps()
-    arguments = replace(_arguments(root.units, found[0]), process_set=_process_set(root.units))
-    root.train(adopt(found[0], model, partial(_strategy, root.units), arguments))
+    refuse_strangers(_sharded)
+    arguments = replace(_arguments(root.units, found), process_set=_process_set(root.units))
+    root.train(adopt(found, model, partial(_strategy, root.units), arguments))
 
 
-@functools.cache
-def _watch_steps() -> None:
-    """From now on, look at each optimizer of this process that steps."""
-    register_optimizer_step_pre_hook(_refuse_stranger)
-
-
-def _refuse_stranger(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Raise ``RuntimeError`` where `optimizer` is a plain one, made later, of parameters that are sharded."""
-    if not isinstance(optimizer, DistributedOptimizer) and not taken(sharded=True).isdisjoint(_trained(optimizer)):
-        raise RuntimeError(
-            f"{type(optimizer).__name__}.step(): parameters of this optimizer are sharded already, with the one that "
-            "their model's first training pass has found. Use that one; add_param_group() adds parameters to it"
-        )
+def _sharded() -> set[int]:
+    return taken(sharded=True)
 
 
 def _strategy(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> Fsdp:

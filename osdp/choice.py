@@ -115,7 +115,21 @@ def chosen(job: Job, spare: int, pinned: Mapping[int, Residency] | None = None) 
         budget += left
     if found is None:  # what is pinned, and nothing else: it fits, or the search had raised
         found = tuple(pinned.get(place, Residency.FREED) for place in range(len(job.buckets)))
-    return found
+    return _topped_up(job, found, spare + least, pinned)
+
+
+def _topped_up(job: Job, residencies: Residencies, most: int, pinned: Mapping[int, Residency]) -> Residencies:
+    """`residencies`, with more buckets kept, the largest first, while at most `most` bytes are whole.
+
+    What is gathered ahead, and what stays after forward by itself, depends on who is kept, so room may be left.
+    """
+    kept = Residency.FREED_AFTER_BACKWARD if job.passes == 1 else Residency.FREED_IN_STEP
+    freed = [place for place in _places(residencies, Residency.FREED) if place not in pinned]
+    for place in sorted(freed, key=lambda place: -job.buckets[place].nbytes):
+        more = (*residencies[:place], kept, *residencies[place + 1 :])
+        if whole_bytes(job, more) <= most:
+            residencies = more
+    return residencies
 
 
 def _kinds(job: Job, pinned: Mapping[int, Residency]) -> list[tuple[Residency, ...]]:

@@ -16,6 +16,7 @@ GB = 2**30
 #: The share of the limit that is left free, as what a process takes varies from step to step.
 MARGIN = 0.01
 KEEP, FREE = "keep_full_weight", "free_full_weight"  # as transformers has them in a model's `_fsdp_plan`
+_HIDDEN = 1e-3  # of a step: a shorter gain is none
 _POINTS = 24  # of a picture
 _WORDS = {
     Residency.FREED: "freed after each use",
@@ -136,6 +137,8 @@ class MemoryPlan:
             "memory": f"{self.predicted_bytes / GB:.3f} GB predicted, {100 * self.predicted_bytes / self.limit:.1f} % of "
             f"the limit; {max(self.in_passes, self.in_step) / GB:.3f} GB if all were freed",
             **{_WORDS[each]: self._group(each) for each in OPTIONS if each in self.residencies},
+            "gathered": f"{self._gathered(self.residencies) / 2**20:,.1f} MB in a step; "
+            f"{self._gathered(self._all_freed) / 2**20:,.1f} MB if all were freed",
             "step": f"{self._time(self.seconds)} predicted; {self._time(self.seconds_freed)} if all were freed",
             "next GB": self._next(),
         }
@@ -153,11 +156,23 @@ class MemoryPlan:
         named = ", ".join(_spans([self.job.names[place] for place in places], places))
         return f"{len(places)} of {len(self.residencies)} buckets, {nbytes / 2**20:,.1f} MB: {named}"
 
+    def _gathered(self, residencies: Residencies) -> int:
+        """Bytes of parameters that passes gather in a step, at most."""
+        times = {Residency.FREED: 2 * self.job.passes, Residency.FREED_AFTER_BACKWARD: self.job.passes}
+        return sum(
+            times.get(each, 1) * bucket.nbytes for each, bucket in zip(residencies, self.job.buckets, strict=True)
+        )
+
     def _next(self) -> str:
         if not self.freed:
-            return "nothing: all buckets are kept"
-        won = self.seconds - self.at(self.limit / GB + 1).seconds
-        return f"{self._time(won)} less in each step"
+            return "wins nothing: all buckets are kept"
+        larger = self.at(self.limit / GB + 1)
+        won, less = self.seconds - larger.seconds, self._gathered(self.residencies) - self._gathered(larger.residencies)
+        kept = len(larger.kept) - len(self.kept)
+        steps = (
+            f"{self._time(won)} less in each step" if won > _HIDDEN * self.seconds else "a step as long, all is hidden"
+        )
+        return f"{kept} more kept, {less / 2**20:,.1f} MB less to gather, {steps}"
 
 
 def made(plan: MemoryPlan) -> MemoryPlan:
@@ -179,15 +194,14 @@ def pinned_by(fsdp_plan: Mapping[str, str], modules: Sequence[Sequence[str]]) ->
     for pattern, style in fsdp_plan.items():
         if style not in (KEEP, FREE):
             raise ValueError(f"fsdp_plan[{pattern!r}] should be {KEEP!r} or {FREE!r} and is {style!r}")
-    used: set[str] = set()
     found = {}
     for place, names in enumerate(modules):
         rules = [rule_of(fsdp_plan, name) for name in names]
-        used.update(rule for rule in rules if rule is not None)
         if rules and None not in rules:
             keeps = all(fsdp_plan[rule] == KEEP for rule in rules if rule is not None)
             found[place] = Residency.FREED_AFTER_BACKWARD if keeps else Residency.FREED
-    unused = sorted(set(fsdp_plan) - used)
+    known = {name for names in modules for name in names}
+    unused = [pattern for pattern in fsdp_plan if not any(_is_for(pattern, name) for name in known)]
     if unused:
         raise ValueError(f"fsdp_plan has rules for {', '.join(unused)}, and no module with parameters is called so")
     return found
@@ -195,15 +209,15 @@ def pinned_by(fsdp_plan: Mapping[str, str], modules: Sequence[Sequence[str]]) ->
 
 def rule_of(fsdp_plan: Mapping[str, str], name: str) -> str | None:
     """The longest of the plan's patterns that is for the module `name`, or for one around it."""
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        for pattern in fsdp_plan:
-            wanted = pattern.split(".")
-            if len(wanted) == end and all(
-                want == part or (want == "*" and part.isdigit()) for want, part in zip(wanted, parts, strict=False)
-            ):
-                return pattern
-    return None
+    found = [pattern for pattern in fsdp_plan if _is_for(pattern, name)]
+    return max(found, key=lambda pattern: (pattern.count("."), -pattern.count("*")), default=None)
+
+
+def _is_for(pattern: str, name: str) -> bool:
+    wanted, parts = pattern.split("."), name.split(".")
+    return len(wanted) <= len(parts) and all(
+        want == part or (want == "*" and part.isdigit()) for want, part in zip(wanted, parts, strict=False)
+    )
 
 
 def styles(verdicts: Mapping[str, bool]) -> dict[str, str]:
@@ -219,14 +233,9 @@ def styles(verdicts: Mapping[str, bool]) -> dict[str, str]:
         prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         prefix = next((each for each in prefixes if len(roots[each]) == 1), name)
         found[prefix] = KEEP if verdicts[name] else FREE
-    return _wildcards(found)
-
-
-def _wildcards(found: Mapping[str, str]) -> dict[str, str]:
-    """Modules that differ by a number alone, where all of them have one style, are one pattern."""
-    patterns: dict[str, set[str]] = {}
-    for name, style in found.items():
-        patterns.setdefault(_pattern(name), set()).add(style)
+    patterns: dict[str, set[bool]] = {}  # modules that differ by a number alone
+    for root, kinds in roots.items():
+        patterns.setdefault(_pattern(root), set()).update(kinds)
     return {(_pattern(name) if len(patterns[_pattern(name)]) == 1 else name): style for name, style in found.items()}
 
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from osdp.choice import OPTIONS, Job, Residencies
+from osdp.choice import OPTIONS, Residencies
+from osdp.job import Sized, TimedLayer, job_of
 from osdp.memory_plan import GB, MemoryPlan, made, pinned_by
 from osdp.search import DoesNotFit
 from osdp.strategy import Osdp
@@ -35,9 +36,7 @@ from overlap.optimizer.explain import rows
 from overlap.optimizer.layer_times import LayerTimes, durations
 from overlap.plan.cost_model import CostModel
 from overlap.plan.plan import Residency
-from overlap.plan.simulation.network import Fitted
 from overlap.plan.simulation.sharded import sharded
-from overlap.plan.simulation.workload import Bucket, Costs, Layer, Workload
 from overlap.trace.picture import Row
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import agree, allgather_object
@@ -48,9 +47,8 @@ log = logging.getLogger("dear")
 
 _MEASURED = 2  # steps
 _CHECKS = 3  # other plans at most that follow from a check
-_LONGEST = 3.0  # times forward: the most that backward of a layer takes; what is measured beyond were waits
 
-_Layers = list[tuple[str, float, float, tuple[int, ...]]]
+_PATIENCE = 8.0  # times as long as without a limit, before gradients take more memory than there is room for
 
 
 class Phase(Enum):
@@ -102,6 +100,7 @@ class Watching:
         self._handle = optimizer.register_step_pre_hook(self._stepping)
         optimizer._study(self)
         optimizer._planned = self
+        self._engine.round.be_patient(_PATIENCE)
 
     @property
     def under_way(self) -> bool:
@@ -188,15 +187,22 @@ class Watching:
 
     def _decide(self) -> None:
         in_passes, in_step = self._told()
-        found: _Layers = []
+        found: list[TimedLayer] = []
         if self._times is not None:
             sizes = self._times.tensors
             found = [(name, *seconds, sizes[name]) for name, seconds in durations(self._laps).items()]
         layers, self.seconds_freed = agree(self._comm, (found, self._median))
-        buckets = self._engine.unsharder.buckets
-        modules = tuple(_modules(bucket) for bucket in buckets)
+        buckets = [_sized(bucket) for bucket in self._engine.unsharder.buckets]
+        modules = tuple(each.modules for each in buckets)
         plan = MemoryPlan(
-            self._job(buckets, modules, layers),
+            job_of(
+                buckets,
+                layers,
+                self._cost,
+                ranks=self._comm.size,
+                room=self._engine.unsharder.room,
+                passes=self._engine.round.passes,
+            ),
             (Residency.FREED,) * len(buckets),
             self._comm.size,
             self._limit,
@@ -285,35 +291,7 @@ class Watching:
                 self._make(self._corrected(*told))  # which says so
             self._in_passes = self._in_step = 0
 
-    # - What a choice is made from
 
-    def _job(self, buckets: tuple[Built, ...], modules: tuple[tuple[str, ...], ...], layers: _Layers) -> Job:
-        places = {name: place for place, (name, *_) in enumerate(layers)}
-        work = Workload(
-            tuple(
-                Layer(name, forward, min(backward, _LONGEST * forward), sizes)
-                for name, forward, backward, sizes in layers
-            ),
-            Costs(per_bucket=self._cost.handling),
-        )
-        network = Fitted(self._comm.size, self._cost.alpha / 2, self._cost.beta / 2, self._cost.beta / 2)
-        if not layers:
-            work = Workload(tuple(Layer(bucket.label, 0.0, 0.0, (bucket.nbytes,)) for bucket in buckets))
-            network = Fitted(self._comm.size, 0.0, 1.0, 1.0)
-        spans, before = [], 0
-        for number, (bucket, names) in enumerate(zip(buckets, modules, strict=True)):
-            mine = [places[name] for name in names if name in places] if layers else [number]
-            before = max(before, min(mine, default=before))
-            spans.append(Bucket(before, max([*mine, before]), bucket.nbytes, len(bucket.slots)))
-        named = [_name(names) for names in modules]
-        return Job(named, spans, work, network, self._engine.unsharder.room, self._engine.round.passes)
-
-
-def _modules(bucket: Built) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(slot.name.rpartition(".")[0] for slot in bucket.slots))
-
-
-def _name(modules: tuple[str, ...]) -> str:
-    """Of a bucket, by its modules."""
-    first, last = modules[0] or "the model", modules[-1] or "the model"
-    return first if first == last else f"{first} to {last}"
+def _sized(bucket: Built) -> Sized:
+    modules = dict.fromkeys(slot.name.rpartition(".")[0] for slot in bucket.slots)
+    return Sized(bucket.nbytes, len(bucket.slots), tuple(modules))

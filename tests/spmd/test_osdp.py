@@ -222,3 +222,63 @@ def test_rules_for_modules_are_the_choice() -> None:
         osdp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, fsdp_plan={"7x": "free_full_weight"})
     with pytest.raises(ValueError, match="has no _fsdp_plan"):
         osdp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, fsdp_plan="model")
+
+
+# - As the published scripts write it
+
+
+class Keywords(torch.nn.Module):
+    """Built from a config, called with keywords and with what is no tensor."""
+
+    def __init__(self, config: dict[str, int], execution_plan: list[int]) -> None:
+        super().__init__()
+        self.planned = execution_plan
+        torch.default_generator.manual_seed(4)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(config["width"], config["width"]) for _ in execution_plan)
+
+    def forward(self, *, x: torch.Tensor, y: int, z: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * y
+        return x * z
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_the_published_example(built: bool) -> None:
+    config = {"width": 64}
+    given: Any = Keywords if built else Keywords(config, [0] * 4)
+    sharded_module = osdp.OptimalShardedDataParallel(given, [4, 64, config], 65536)
+    optim = torch.optim.Adam(sharded_module.parameters(), lr=0.0001)
+    plain = Keywords(config, [0] * 4)
+    reference = torch.optim.Adam(plain.parameters(), lr=0.0001)
+
+    def sample(step: int, rank: int) -> torch.Tensor:
+        return torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+
+    for step in range(5):
+        out = sharded_module(x=sample(step, dear.rank()), y=3, z=torch.Tensor([1]))
+        out.square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        for rank in range(SIZE):
+            (plain(x=sample(step, rank), y=3, z=torch.Tensor([1])).square().mean() / SIZE).backward()
+        reference.step()
+        reference.zero_grad()
+    saved = sharded_module.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(saved[f"module.{name}"], value, rtol=1e-4, atol=1e-5)
+    assert sharded_module.planned == [0] * 4
+    assert sharded_module.optimizer is optim
+    assert f"osdp on {SIZE} ranks" in optim.explain()  # type: ignore[attr-defined]
+    assert optim.strategy.name == "osdp"  # type: ignore[attr-defined]
+    late = torch.optim.SGD(sharded_module.parameters(), 0.1)
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\): parameters of this optimizer are sharded already"):
+        late.step()
+
+
+def test_what_the_module_cannot_take() -> None:
+    with pytest.raises(TypeError, match="a memory limit in MB and is '8 GB'"):
+        osdp.OptimalShardedDataParallel(torch.nn.Linear(2, 2), [1, 2, None], "8 GB")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="above 0 MB and is -1"):
+        osdp.OptimalShardedDataParallel(torch.nn.Linear(2, 2), [1, 2, None], -1)
+    with pytest.raises(ValueError, match=r"\[layers, hidden, config\] and is \[1, 2\]"):
+        osdp.OptimalShardedDataParallel(Keywords, [1, 2], 100)

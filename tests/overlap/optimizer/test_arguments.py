@@ -33,7 +33,7 @@ WRONG: list[tuple[str, Any]] = [
     *((name, value) for name in ("threshold_mb", "outer_clip") for value in (True, [25])),
     *(
         (name, value)
-        for name in ("merge_below_kb", "partition_mb", "credit_mb", "outer_lr", "whole_mb")
+        for name in ("merge_below_kb", "partition_mb", "credit_mb", "outer_lr", "whole_mb", "memory_limit_gb")
         for value in (True, "2")
     ),
     *(("outer_momentum", value) for value in (None, "x")),
