@@ -95,7 +95,7 @@ class MemoryPlan:
         most = max(self.in_passes + self._more(keep), least)
         found = []
         for number in range(points + 1):
-            limit = (least + (most - least) * number / points) / (1 - MARGIN) / GB * (1 + 1e-9)
+            limit = (least + (most - least) * number / points) / (1 - MARGIN) / GB + 1e-6
             try:
                 found.append((limit, self.at(limit).seconds))
             except DoesNotFit:

@@ -45,6 +45,7 @@ PURE = (
     "dear/schedule.py",
     "oss/assignment.py",
     "oss/fairscale.py",
+    *(f"osdp/{name}.py" for name in ("choice", "job", "memory_plan", "published", "search")),
     "mgwfbp/merge.py",
     "bytescheduler_adapter/credit.py",
     "bytescheduler_adapter/schedule.py",
