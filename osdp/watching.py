@@ -48,8 +48,6 @@ log = logging.getLogger("dear")
 _MEASURED = 2  # steps
 _CHECKS = 3  # other plans at most that follow from a check
 
-_PATIENCE = 8.0  # times as long as without a limit, before gradients take more memory than there is room for
-
 
 class Phase(Enum):
     """The purpose of the current step."""
@@ -100,7 +98,6 @@ class Watching:
         self._handle = optimizer.register_step_pre_hook(self._stepping)
         optimizer._study(self)
         optimizer._planned = self
-        self._engine.round.be_patient(_PATIENCE)
 
     @property
     def under_way(self) -> bool:

@@ -30,7 +30,6 @@ class GradientMemory:
     def __init__(self, room: Callable[[], int], all: Callable[[], int]) -> None:
         self._room, self._all = room, all
         self.used = False
-        self.patience = 1.0  # so many times as long is waited; more where there is a limit on memory
         self._flying: deque[Bucket] = deque()
         self._holes = Holes()
         self._patience = _FIRST_PATIENCE
@@ -50,7 +49,7 @@ class GradientMemory:
                 if self._rest and not work.done() and not self._scarce:
                     return
                 try:
-                    work.wait(self._patience * self.patience)
+                    work.wait(self._patience)
                 except comm_core.TimeoutError:
                     if self._scarce:
                         self._patience = min(2 * self._patience, _MOST_PATIENCE)

@@ -332,10 +332,6 @@ class Round:
             self._factor = number, factor if self._exchange.averages else 1.0
         return self._factor[1]
 
-    def be_patient(self, factor: float) -> None:
-        """Wait so many times as long before more gradients of freed buckets are on their way than there is room for."""
-        self._gradient_memory.patience = factor
-
     def settle(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Await reductions, in the given order."""
         for bucket in self.order if buckets is None else buckets:
