@@ -67,9 +67,9 @@ def DistributedOptimizer(
         compression: this, and what follows up to `process_set`: as in Horovod; see
             :class:`overlap.optimizer.arguments.HorovodArguments`.
         memory_limit_gb: the GB (2^30 bytes) that a rank's process may have in memory while it trains, all it takes counted:
-            parameters, gradients, optimizer state, activations, and what was there before. A step of the first ones that
-            takes more, thrice, raises ``MemoryError`` on every rank. ``"auto"``: what the process has now and 90 % of what is
-            free, shared with the other ranks of the host; the least that any rank finds.
+            parameters, gradients, optimizer state, activations, and what was there before. More than that in all of the
+            first steps, while everything is freed, raises ``MemoryError`` on every rank. ``"auto"``: what the process has
+            now and 90 % of what is free, shared with the other ranks of the host; the least that any rank finds.
         fsdp_plan: ``"keep_full_weight"`` or ``"free_full_weight"`` for patterns of module names, as in the `_fsdp_plan` of
             transformers' models: these modules are kept from forward to backward, or freed after each use, and the others
             are chosen. ``"model"``: what the model has in its `_fsdp_plan`.
