@@ -1,5 +1,5 @@
 # `make test` on a fresh machine sets everything up first.
-PYTHON_PACKAGES = comm_core overlap dearrun dear wfbp mgwfbp bytescheduler_adapter oss fsdp co2 bench
+PYTHON_PACKAGES = comm_core overlap dearrun dear wfbp mgwfbp bytescheduler_adapter oss fsdp osdp co2 bench
 CPP = $(shell find comm_core -name '*.hpp' -o -name '*.cpp')
 BIN = .venv/bin
 

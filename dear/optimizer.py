@@ -272,8 +272,8 @@ def DistributedOptimizer(
         tune: True or ``Tuning(...)`` searches the `threshold_mb` with the shortest steps, 1 to 256 unless told otherwise,
             while training goes on; the results of training stay the same. See :class:`overlap.plan.tuning.options.Tuning`.
         strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``,
-            ``"bytescheduler_adapter"``, ``"oss"``, ``"fsdp"``, or ``"co2"``, which is not synchronous), which then takes
-            the other arguments. ``"auto"``: ``"oss"`` for optimizers that need whole parameters, one by one
+            ``"bytescheduler_adapter"``, ``"oss"``, ``"fsdp"``, ``"osdp"``, or ``"co2"``, which is not synchronous), which
+            then takes the other arguments. ``"auto"``: ``"oss"`` for optimizers that need whole parameters, one by one
             (Adafactor, Muon, SparseAdam of ``torch.optim``; others with `per_parameter`), so that their state is split, and
             ``"dear"`` for all others.
         others: options of that strategy's own. Any other name raises ``TypeError``, with the one that is meant.
@@ -327,7 +327,7 @@ def _suited(optimizer: torch.optim.Optimizer, arguments: SharedArguments) -> str
 
 _NAMES = tuple(name for name in inspect.signature(DistributedOptimizer).parameters if name != "others")
 _DEFAULTS: dict[str, Any] = dict(inspect.unwrap(DistributedOptimizer).__kwdefaults__ or {})
-_SIBLINGS = ("bytescheduler_adapter", "co2", "fsdp", "mgwfbp", "oss", "wfbp")
+_SIBLINGS = ("bytescheduler_adapter", "co2", "fsdp", "mgwfbp", "osdp", "oss", "wfbp")
 
 
 def _sibling(strategy: str, optimizer: torch.optim.Optimizer, model: Any, own: dict[str, Any], theirs: Any) -> Shell:

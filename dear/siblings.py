@@ -20,8 +20,11 @@ class OwnOptions(TypedDict, total=False):
     # bytescheduler_adapter
     partition_mb: float | Literal["auto"] | None
     credit_mb: float | Literal["auto"] | None
-    # fsdp
+    # fsdp, osdp
     whole_mb: float | Literal["auto"]
+    # osdp
+    memory_limit_gb: float | Literal["auto"]
+    fsdp_plan: Mapping[str, str] | Literal["model"] | None
     # co2
     outer: str
     outer_frequency: int | Literal["auto"]

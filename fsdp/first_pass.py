@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,17 +9,16 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp.optimizer import Fsdp, automatic, refuse_what_is_lost
+from fsdp.optimizer import Fsdp, automatic
 from fsdp.units import Unit, outermost, root_of, taken, unit_of, units_in
 from overlap.horovod.mesh import set_of
 from overlap.job.default_ranks import Place, place
 from overlap.job.process_set import ProcessSet
 from overlap.job.session import current
-from overlap.optimizer.adoption import adopt, optimizers_of
+from overlap.optimizer.adoption import adopt, optimizers_of, refuse_strangers
 from overlap.optimizer.arguments import SharedArguments
-from overlap.optimizer.distributed import DistributedOptimizer
+from overlap.optimizer.sharding import refuse_what_is_lost
 from overlap.optimizer.start import agree_on_strategy
 from overlap.transport.compression import Compression
 from overlap.transport.objects import allgather_object
@@ -56,13 +54,13 @@ def begin(module: Any) -> None:
     found = _found(list(model.parameters()))
     _refuse_taken(model, found)
     agree_on_strategy("fsdp")
-    refuse_what_is_lost(model)
+    refuse_what_is_lost(model, "fsdp")
     root = root_of(model)
     root.units = units_in([model])
     _refuse_frozen(model, root.units, {each for optimizer in found for each in _trained(optimizer)})
     for unit in root.units:
         unit.root = root
-    _watch_steps()
+    refuse_strangers(_sharded)
     process_set, groups = _ranks(root.units, [_described(each, model) for each in found])
     adopted = []
     for each in found:
@@ -111,20 +109,8 @@ def _described(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> str:
     return f"{type(optimizer).__name__} of {len(mine)} parameters from {first!r}"
 
 
-@functools.cache
-def _watch_steps() -> None:
-    """From now on, look at each optimizer of this process that steps."""
-    register_optimizer_step_pre_hook(_refuse_stranger)
-
-
-def _refuse_stranger(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Raise ``RuntimeError`` where `optimizer` is a plain one, made later, of parameters that are sharded."""
-    if not isinstance(optimizer, DistributedOptimizer) and not taken(sharded=True).isdisjoint(_trained(optimizer)):
-        raise RuntimeError(
-            f"{type(optimizer).__name__}.step(): parameters of this optimizer are sharded already, with the optimizers "
-            "that their model's first training pass has found. Use those, and make all of them before that pass; "
-            "add_param_group() adds parameters to one"
-        )
+def _sharded() -> set[int]:
+    return taken(sharded=True)
 
 
 def _strategy(

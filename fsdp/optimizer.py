@@ -12,95 +12,28 @@ for backward. All ranks gather the same buckets in the same order, whatever modu
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from overlap.job.groups import ShardGroups
 from overlap.job.process_set import ProcessSet, global_process_set
-from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments, refuses_unknown
 from overlap.optimizer.dears_arguments import understands_dears_names
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
+from overlap.optimizer.sharding import module_of, needs_owners, sizes
 from overlap.optimizer.start import agree_on_strategy
-from overlap.plan.assignment import assign_owners
-from overlap.plan.fusion import fused_in_order_of_use, limits, size_and_device
-from overlap.plan.partition import BucketSpec, TensorSpec
-from overlap.plan.plan import Facts, Plan, Residency, Updates, placed
-from overlap.plan.strategy import Strategy
-from overlap.state.elementwise import divisible
+from overlap.plan.sharded import Sharded
 from overlap.transport.communicator import ReduceOp
 from overlap.transport.compression import NoneCompressor
 
-__all__ = ["DistributedOptimizer", "Fsdp", "automatic", "refuse_what_is_lost"]
+__all__ = ["DistributedOptimizer", "Fsdp", "automatic"]
 
 
-class Fsdp(Strategy):
-    """The strategy: buckets of neighbouring layers, of which each rank keeps its share between uses.
-
-    Those of the slots that `stay` are whole from forward to backward. With `owned`, a share ends where parameters do: each
-    lies whole on one rank, for an optimizer that needs whole ones.
-    """
+class Fsdp(Sharded):
+    """The strategy: whole parameters are freed after each use."""
 
     name = "fsdp"
-    learns = False  # a model may be too large to be whole even once
-
-    def __init__(
-        self,
-        threshold_mb: float | None,
-        num_nearby_layers: int | None,
-        whole_mb: float | None,
-        stay: Collection[int] = (),
-        gather_dtype: torch.dtype | None = None,
-        param_dtype: torch.dtype | None = None,
-        shard_group: ShardGroups = None,
-        *,
-        owned: bool = False,
-    ) -> None:
-        if threshold_mb is not None and not threshold_mb > 0:
-            raise ValueError(f"threshold_mb should be at least 0 and is {threshold_mb}")
-        if whole_mb is not None and not whole_mb > 0:
-            raise ValueError(f"whole_mb should be above 0, or 'auto', and is {whole_mb}")
-        self.threshold_mb, self.num_nearby_layers, self.whole_mb = threshold_mb, num_nearby_layers, whole_mb
-        self.stay = frozenset(stay)
-        self.updates, self.lanes = (Updates.OWNED, 2) if owned else (Updates.SHARDED, 1)
-        self.gather_dtype, self.param_dtype, self.shard_group = gather_dtype, param_dtype, shard_group
-        self.carries = gather_dtype is not None  # whoever moves parameters widens them, too
-
-    @property
-    def terms(self) -> dict[str, Any]:
-        return {
-            "threshold_mb": self.threshold_mb,
-            "num_nearby_layers": self.num_nearby_layers,
-            "whole_mb": self.whole_mb,
-            "stay": sorted(self.stay),
-            "gather_dtype": self.gather_dtype,
-            "param_dtype": self.param_dtype,
-            "shard_group": self.shard_group,
-        }
-
-    def residency(self, spec: BucketSpec) -> Residency:
-        stays = self.stay.issuperset(spec.tensors)
-        return Residency.FREED_AFTER_BACKWARD if stays else Residency.FREED
-
-    def owners(self, numels: Sequence[int], loads: Sequence[int]) -> tuple[int, ...] | None:
-        return assign_owners(numels, loads) if self.updates is Updates.OWNED else None
-
-    def plan(self, facts: Facts, specs: Sequence[TensorSpec], shardable: Sequence[bool], world_size: int) -> Plan:
-        seen = [can and index not in facts.unseen for index, can in enumerate(shardable)]
-        apart = [
-            spec if can else replace(spec, kind=(spec.kind, can), owner=None)
-            for spec, can in zip(specs, seen, strict=True)
-        ]
-        buckets = fused_in_order_of_use(
-            facts,
-            apart,
-            world_size,
-            threshold_bytes=None if self.threshold_mb is None else self.threshold_mb * 2**20,
-            num_nearby_layers=self.num_nearby_layers,
-        )
-        return placed(buckets, seen, residency=self.residency)
 
 
 @understands_dears_names
@@ -161,16 +94,11 @@ def DistributedOptimizer(
     """
     arguments = SharedArguments.of(locals())
     agree_on_strategy("fsdp")
-    if not isinstance(named_parameters, torch.nn.Module):
-        raise TypeError(
-            f"fsdp gathers parameters before a module uses them, so it needs the module, and was given "
-            f"{type(named_parameters).__name__}: pass the model as the second argument"
-        )
-    refuse_what_is_lost(named_parameters)
+    model = module_of(named_parameters, "fsdp")
     strategy = automatic(
         optimizer, arguments, threshold_mb, whole_mb, gather_dtype=gather_dtype, shard_group=shard_group
     )
-    return Shell(optimizer, named_parameters, strategy, arguments)
+    return Shell(optimizer, model, strategy, arguments)
 
 
 def automatic(
@@ -188,27 +116,6 @@ def automatic(
 
     `arguments` may hold promises about it.
     """
-    wished = current().settings.threshold_mb if threshold_mb in ("auto", None) else threshold_mb
-    chosen = limits("auto" if wished is None else wished, None, *size_and_device(optimizer))
-    elementwise, _ = divisible(optimizer, arguments.elementwise, arguments.per_parameter)
-    owned = bool(arguments.per_parameter) or not elementwise
-    whole = None if whole_mb == "auto" else whole_mb
-    return Fsdp(*chosen, whole, stay, gather_dtype, param_dtype, shard_group, owned=owned)
-
-
-def refuse_what_is_lost(model: torch.nn.Module) -> None:
-    """Raise ``ValueError`` where parameters are on a GPU, or where forward writes to parameters that are freed after it."""
-    for name, parameter in model.named_parameters():
-        if parameter.device.type not in ("cpu", "meta"):
-            raise ValueError(
-                f"fsdp works on CPUs so far, and {name!r} is on {parameter.device}: use strategy='dear' there, which "
-                "shards the optimizer's state"
-            )
-    for name, module in model.named_modules():
-        if getattr(module, "max_norm", None) is not None and isinstance(
-            module, torch.nn.Embedding | torch.nn.EmbeddingBag
-        ):
-            raise ValueError(
-                f"{name!r} has max_norm={module.max_norm}, by which forward shortens rows of its weight, and fsdp frees "
-                "what forward has written: leave max_norm out, or use strategy='dear'"
-            )
+    owned = needs_owners(optimizer, arguments)
+    chosen = sizes(optimizer, threshold_mb, whole_mb)
+    return Fsdp(*chosen, stay, gather_dtype, param_dtype, shard_group, owned=owned)

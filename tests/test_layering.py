@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness import ROOT
 
-STRATEGIES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "co2", "oss", "fsdp")
+STRATEGIES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "co2", "oss", "fsdp", "osdp")
 OURS = ("comm_core", "overlap", "dearrun", *STRATEGIES, "bench", "examples", "tests")
 ALLOWED = {
     "comm_core": (),
@@ -45,6 +45,7 @@ PURE = (
     "co2/schedule.py",
     "dear/schedule.py",
     "oss/fairscale.py",
+    *(f"osdp/{name}.py" for name in ("choice", "job", "memory_plan", "published", "search")),
     "mgwfbp/merge.py",
     "bytescheduler_adapter/credit.py",
     "bytescheduler_adapter/schedule.py",

@@ -23,7 +23,7 @@ from overlap.plan.strategy import Strategy
 from overlap.plan.tuning.options import Tuning
 from tests.harness import ROOT
 
-PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "fsdp", "co2")
+PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "fsdp", "osdp", "co2")
 TUNED: tuple[Strategy, ...] = (
     Dear(25.0, None, "", "rsag", False, None),
     Oss(25.0, None, None),

@@ -21,6 +21,7 @@ CODE = {
     "bytescheduler_adapter",
     "oss",
     "fsdp",
+    "osdp",
     "co2",
     "bench",
 }

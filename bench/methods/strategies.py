@@ -27,6 +27,7 @@ PACKAGES = {
     "bytescheduler": "bytescheduler_adapter",
     "oss": "oss",
     "fsdp": "fsdp",
+    "osdp": "osdp",
     "co2": "co2",
 }
 _GIVEN = ("optimizer", "named_parameters", "others")  # by the benchmark, or options of other strategies

@@ -125,6 +125,11 @@ class Unsharder(Feature):
         self._narrow: list[FreedBucket] = []  # whose parameters are of 16 bits while passes use them
         self._trains = False  # a graph is made that the next backward goes through
 
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The freed ones, in the order of their use."""
+        return tuple(self._buckets)
+
     def tell(self, told: Callable[[], Callable[[], None] | None]) -> None:
         """Call what `told()` refers to before each backward pass, on every rank."""
         self._told = told
@@ -158,9 +163,11 @@ class Unsharder(Feature):
                 self._entered[module] = -1.0
 
     def _plan(self) -> Sweeps:
-        late = Residency.FREED_AFTER_BACKWARD
-        stay = [number for number, bucket in enumerate(self._buckets) if bucket.plan.residency is late]
-        return Sweeps([bucket.nbytes for bucket in self._buckets], self.room, self._passed, stay)
+        stay, keep = (
+            [number for number, bucket in enumerate(self._buckets) if bucket.plan.residency is residency]
+            for residency in (Residency.FREED_AFTER_BACKWARD, Residency.FREED_IN_STEP)
+        )
+        return Sweeps([bucket.nbytes for bucket in self._buckets], self.room, self._passed, stay, keep)
 
     def _passed(self, number: int) -> bool:
         """Whether all modules with parameters of the bucket come before the one that this pass has come to."""
@@ -523,9 +530,13 @@ class Unsharder(Feature):
 
         On every rank, between passes.
         """
-        for bucket in self._buckets:
-            if all(wanted(slot.param) for slot in bucket.slots):
-                bucket.plan = replace(bucket.plan, residency=residency)
+        found = [bucket for bucket in self._buckets if all(wanted(slot.param) for slot in bucket.slots)]
+        self.arrange(dict.fromkeys(found, residency))
+
+    def arrange(self, residencies: Mapping[Bucket, Residency]) -> None:
+        """From now on, these buckets are freed as `residencies` says. On every rank, between passes."""
+        for bucket, residency in residencies.items():
+            bucket.plan = replace(bucket.plan, residency=residency)
         if not self.whole_now:
             self._carry_out(self._sweeps.replaced())
             self._sweeps = self._plan()

@@ -1,4 +1,4 @@
-"""Tells all ranks, in a call that they make anyhow, that rank 0's steps have become longer or shorter.
+"""Tells all ranks, in a call that they make anyhow, that steps of one have become longer or shorter, or take more memory.
 
 It travels in the tally of the call that closes a round (`overlap.core.tally`), so it costs nothing.
 """
@@ -13,7 +13,7 @@ __all__ = ["Replanning"]
 
 
 class Replanning(Feature):
-    """Rank 0 sets `wanted`; all ranks find `heard` set in the same step. Other news may set it as well."""
+    """A rank sets `wanted`; all ranks find `heard` set in the same step. Other news may set it as well."""
 
     def __init__(self) -> None:
         self.wanted = self.heard = False

@@ -1,14 +1,15 @@
-"""The memory that this host, this process's container, or a GPU has to spare."""
+"""The memory that this host, this process's container, or a GPU has to spare, and the most that this process has taken."""
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-__all__ = ["available_bytes"]
+__all__ = ["Peak", "available_bytes", "resident_bytes"]
 
 _GROUP = Path("/sys/fs/cgroup")
 # Of both versions of control groups: the controller's folder, the limit, and what is used of it.
@@ -57,3 +58,35 @@ def _limits(group: Path, own: Path) -> Iterator[tuple[int, int]]:
                 yield int((place / limit).read_text()), int((place / used).read_text())
             except (OSError, ValueError):  # the other version, another host's path, or "max"
                 continue
+
+
+_PROCESS = Path("/proc/self")
+
+
+def resident_bytes(process: Path = _PROCESS) -> int:
+    """Bytes of this process that are in memory now."""
+    return _status("VmRSS", process)
+
+
+def _status(name: str, process: Path) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", (process / "status").read_text(), re.MULTILINE)
+    if found is None:
+        raise OSError(f"{process}/status has no {name}")
+    return int(found[1]) * 1024
+
+
+class Peak:
+    """The most bytes of this process that were in memory at a time, since :meth:`reset`.
+
+    Linux counts them. Raises ``OSError`` where it does not let a process begin anew, as in some containers.
+    """
+
+    def __init__(self, process: Path = _PROCESS) -> None:
+        self._process = process
+        self.reset()
+
+    def reset(self) -> None:
+        (self._process / "clear_refs").write_text("5")
+
+    def read(self) -> int:
+        return _status("VmHWM", self._process)

@@ -13,13 +13,15 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from overlap.core.gates.gates import listed
+from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments
 from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.plan.strategy import Strategy
 
-__all__ = ["adopt", "optimizers_of"]
+__all__ = ["adopt", "optimizer_of", "optimizers_of", "refuse_strangers"]
 
 _TRACKED = "_wrapped_by_lr_sched"  # what torch's schedulers look for on `step`
 
@@ -28,6 +30,38 @@ def optimizers_of(parameters: Collection[torch.Tensor]) -> list[torch.optim.Opti
     """The optimizers of this process that train some of `parameters`; not the wrappers of others."""
     wanted = set(map(id, parameters))
     return [each for each in _alive() if any(id(param) in wanted for param in _parameters_of(each))]
+
+
+def optimizer_of(model: torch.nn.Module, what: str) -> torch.optim.Optimizer | None:
+    """The plain optimizer that trains `model`, which `what` is about to shard; None where there is none yet.
+
+    Raises ``RuntimeError`` for several, or one that is distributed already.
+    """
+    trained = [each for each in model.parameters() if each.requires_grad]
+    found = optimizers_of(trained)
+    if found and (len(found) > 1 or current().registry.having(trained)):
+        names = ", ".join(type(each).__name__ for each in found)
+        raise RuntimeError(
+            f"the parameters of {type(model).__name__} belong to {len(found)} optimizer(s) ({names}), and {what} "
+            "works with one that no DistributedOptimizer wraps; it may have several parameter groups"
+        )
+    return found[0] if found else None
+
+
+@functools.cache
+def refuse_strangers(taken: Callable[[], set[int]]) -> None:
+    """From now on, look at each optimizer of this process that steps: whether it has parameters that are `taken`, by id."""
+    register_optimizer_step_pre_hook(functools.partial(_refuse_stranger, taken))
+
+
+def _refuse_stranger(taken: Callable[[], set[int]], optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Raise ``RuntimeError`` where `optimizer` is a plain one, made later, of parameters that are sharded."""
+    if not isinstance(optimizer, DistributedOptimizer) and not taken().isdisjoint(map(id, _parameters_of(optimizer))):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step(): parameters of this optimizer are sharded already, with what their "
+            "model's first training pass has found. Make all optimizers before that pass, and use those; "
+            "add_param_group() adds parameters to one"
+        )
 
 
 def _alive() -> Iterator[torch.optim.Optimizer]:

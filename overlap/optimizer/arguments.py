@@ -207,10 +207,14 @@ KINDS: Mapping[str, _Kind] = {
     "elementwise": _or_none(_FLAG),
     "exclude_parts": _TEXT,
     "fragments": _or_auto(_WHOLE),
+    "fsdp_plan": _or_none(
+        ("a mapping of module names to styles, 'model'", lambda value: isinstance(value, Mapping) or value == "model")
+    ),
     "gap_penalty": _or_auto(("True, False or a number", lambda value: isinstance(value, bool) or _is_number(value))),
     "gradient_predivide_factor": _NUMBER,
     "groups": ("a number or a list of lists of parameters", lambda value: not isinstance(value, bool)),
     "layerwise_times": _or_none(("a mapping of names to seconds", lambda value: isinstance(value, Mapping))),
+    "memory_limit_gb": _or_auto(_NUMBER),
     "merge_below_kb": _NUMBER,
     "mixing": _or_auto(_NUMBER),
     "nprocs_per_node": _or_none(_WHOLE),

@@ -235,8 +235,8 @@ def _assemble(
     rounded = None if dtype is None else RoundedParameters(dtype, optimizer, used=used)
     if rounded is not None:
         rounded.check([slot for slot in slots if slot.param.requires_grad], sharding=updates.in_shards)
-    plans = isinstance(strategy, PlannedStrategy) and bool(strategy.planned) and comm.size > 1
-    replanning = Replanning() if plans else None
+    plans = strategy.looks or (isinstance(strategy, PlannedStrategy) and bool(strategy.planned))
+    replanning = Replanning() if plans and comm.size > 1 else None
     transit = Transit(members.gathers, poison=poison)
     rounds = JoinRounds(comm, members.ranks, joined_ranks_of(session), slots, shared_order=not strategy.ordered)
     room = None if strategy.whole_mb is None else int(strategy.whole_mb * 2**20)

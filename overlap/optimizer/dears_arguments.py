@@ -125,7 +125,7 @@ def fusion(threshold: Any, strategy: str) -> dict[str, Any]:
     ``ValueError`` where the strategy fuses in another way.
     """
     if threshold is None:
-        if strategy in ("oss", "fsdp"):
+        if strategy in ("oss", "fsdp", "osdp"):
             own = "threshold_mb=0 gives every layer its own bucket"
             raise ValueError(f"threshold=None: {strategy} fuses by size alone; {own}")
         return {"threshold_mb": None} if strategy == "dear" else {}
@@ -136,7 +136,7 @@ def fusion(threshold: Any, strategy: str) -> dict[str, Any]:
     number = float(threshold)
     if number == 0:
         return {}
-    if strategy in ("dear", "oss", "fsdp"):
+    if strategy in ("dear", "oss", "fsdp", "osdp"):
         return {"threshold_mb": bucket_mb(number)} if number > 0 else {"num_groups": 1}
     if strategy == "wfbp" and not 0 < number < _ALL_ELEMENTS:
         return {"num_groups": 1}

@@ -25,7 +25,7 @@ from overlap.job.groups import Membership
 from overlap.job.session import Session, current
 from overlap.optimizer.arguments import SharedArguments, check_passes
 from overlap.optimizer.assembly import build
-from overlap.optimizer.explain import NO_PLAN, Explained, explanation, rows
+from overlap.optimizer.explain import NO_PLAN
 from overlap.optimizer.layer_times import ProfileWriter, measurable
 from overlap.optimizer.moments import may_add
 from overlap.optimizer.own_methods import guarded
@@ -33,7 +33,7 @@ from overlap.optimizer.start import collect_slots, synchronize_start
 from overlap.plan.plan import Plan
 from overlap.plan.strategy import Strategy
 from overlap.state.live_state import held_state, replace_state, state_of
-from overlap.trace.picture import draw_rows
+from overlap.trace.picture import Row, draw_rows
 
 __all__ = ["DistributedOptimizer", "Planned", "Study"]
 
@@ -50,7 +50,8 @@ class Study(Protocol):
 class Planned(Protocol):
     """A planner that has made a plan by itself."""
 
-    def explained(self, optimizer: DistributedOptimizer, /) -> Explained: ...
+    def explain(self, optimizer: DistributedOptimizer, /) -> str: ...
+    def rows(self, optimizer: DistributedOptimizer, /) -> list[Row]: ...
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -178,17 +179,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         On any rank, after the plan was made (``tuning`` is false). Raises ``RuntimeError`` before, and where the script
         has chosen the buckets itself.
         """
-        return explanation(self._explained())
+        return self._made_plan.explain(self)
 
     def draw_plan(self, path: str | os.PathLike[str]) -> None:
         """Write a PNG of two steps as the plan's simulation has them. As :meth:`explain`; needs matplotlib."""
-        told = self._explained()
-        draw_rows(rows(told.simulate(told.work, told.network)), os.fspath(path))
+        draw_rows(self._made_plan.rows(self), os.fspath(path))
 
-    def _explained(self) -> Explained:
+    @property
+    def _made_plan(self) -> Planned:
         if self._planned is None:
             raise RuntimeError(NO_PLAN)
-        return self._planned.explained(self)
+        return self._planned
 
     def save_profile(self, path: str | os.PathLike[str], *, steps: int = 10, batch_size: int = 1) -> None:
         """Measure how long each layer takes in `steps` steps, after one more, and write it to `path`, for

@@ -61,11 +61,15 @@ class LayerTimes:
         self._handles.append(module.register_forward_hook(lambda *_: self._stamp("ended", name)))
 
     def _enter(self, name: str) -> None:
+        if torch._C._current_graph_task_id() >= 0:
+            return  # a checkpoint recomputes it: that is backward's time
         if self._first in (None, name):  # another pass: the last one of a step counts
             self._first, self._lap = name, {}
         self._lap.setdefault("entered", {}).setdefault(name, time.perf_counter())
 
     def _stamp(self, kind: str, name: str) -> None:
+        if kind != "gradient" and torch._C._current_graph_task_id() >= 0:
+            return
         self._lap.setdefault(kind, {})[name] = time.perf_counter()
 
     def lap(self) -> _Lap:

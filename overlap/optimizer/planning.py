@@ -34,7 +34,7 @@ from overlap.job.process_set import ProcessSet
 from overlap.job.session import current
 from overlap.optimizer.decision import Report, decided, in_a_line, layers_of, link_of, work_of
 from overlap.optimizer.distributed import DistributedOptimizer
-from overlap.optimizer.explain import NO_PLAN, Explained, explanation
+from overlap.optimizer.explain import NO_PLAN, Explained, explanation, rows
 from overlap.plan.choice import Job, simulated
 from overlap.plan.link_probe import start_cost
 from overlap.plan.plan import Updates
@@ -42,6 +42,7 @@ from overlap.plan.simulation.events import Run
 from overlap.plan.simulation.network import Fitted
 from overlap.plan.simulation.workload import Workload
 from overlap.plan.strategy import PlannedStrategy
+from overlap.trace.picture import Row
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import agree
 from overlap.transport.stamps import Stamp
@@ -166,6 +167,15 @@ class Planning:
             after=self.checked,
             simulate=simulate,
         )
+
+    def explain(self, optimizer: DistributedOptimizer) -> str:
+        """The same in words."""
+        return explanation(self.explained(optimizer))
+
+    def rows(self, optimizer: DistributedOptimizer) -> list[Row]:
+        """Two simulated steps of the plan."""
+        told = self.explained(optimizer)
+        return rows(told.simulate(told.work, told.network))
 
     def __call__(self, optimizer: DistributedOptimizer, _args: Any, _kwargs: Any) -> None:
         """A step of `optimizer` ended. On every rank."""
@@ -318,7 +328,7 @@ class Planning:
         self._usual = seconds
         self._turn(Phase.SETTLED)
         if self._comm.rank == 0 and log.isEnabledFor(logging.INFO):  # it simulates
-            log.info("%s", explanation(self.explained(optimizer)))
+            log.info("%s", self.explain(optimizer))
 
     def _watch(self, optimizer: DistributedOptimizer, took: float) -> None:
         """Rank 0 looks at what steps take; all hear of it, and measure anew, in the same step."""

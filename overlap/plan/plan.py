@@ -50,6 +50,7 @@ class Residency(Enum):
     KEPT = auto()  # always
     FREED = auto()  # while a pass uses them: they are gathered ahead of that (`overlap.plan.sweeps`)
     FREED_AFTER_BACKWARD = auto()  # from their use in forward to that in backward
+    FREED_IN_STEP = auto()  # from their first use after a step to the next step, in all passes
 
 
 _LEADS = {

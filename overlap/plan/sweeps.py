@@ -46,8 +46,8 @@ class Sweeps:
     """Decides for buckets of `nbytes`, numbered in the order of their use in forward.
 
     Beside those that are used, so many bytes as there is `room` for may be whole at a time, or one larger bucket; more only
-    where backward is going to use them once more. Beside these, buckets that `stay` are whole from forward to backward.
-    `passed` tells whether a forward pass is past all uses of a bucket that
+    where backward is going to use them once more. Beside these, buckets that `stay` are whole from forward to backward, and
+    those to `keep` until they have other values. `passed` tells whether a forward pass is past all uses of a bucket that
     it has left out. Methods return what to do, in this order.
     """
 
@@ -57,8 +57,11 @@ class Sweeps:
         room: int,
         passed: Callable[[int], bool] = lambda _bucket: False,
         stay: Collection[int] = (),
+        keep: Collection[int] = (),
     ) -> None:
-        self._nbytes, self._room, self._passed, self._stay = tuple(nbytes), room, passed, frozenset(stay)
+        self._nbytes, self._room, self._passed, self._keep = tuple(nbytes), room, passed, frozenset(keep)
+        self._stay = frozenset(stay) | self._keep
+        self._whole = False  # those to keep are there, with the values in force
         self._there: dict[int, _State] = {}  # the longest there first
         self._used: set[int] = set()  # in forward, since the last update
         self._last = self._end_of_forward()
@@ -109,7 +112,7 @@ class Sweeps:
         return [*self._finish(), *self._start(Sweep.BACKWARD), *self._ahead()]
 
     def backward_over(self) -> list[Do]:
-        """Backward is over: nothing of it stays."""
+        """Backward is over: nothing of it stays, but what is kept."""
         acts = self._finish()
         self._sweep, self._order, self._next = None, (), 0
         return acts
@@ -168,7 +171,7 @@ class Sweeps:
                 acts += [*self._start(Sweep.BACKWARD), *self._finish()]
         acts += [self._free(bucket) for bucket in self.there]
         self._sweep, self._order, self._next = None, (), 0
-        self._kept = False
+        self._kept = self._whole = False
         self._used.clear()
         return acts
 
@@ -176,7 +179,7 @@ class Sweeps:
         """Between steps, parameters have other values, or are about to, on all ranks: nothing that is there is of use."""
         acts = self._finish() if self._entered or self._sweep is Sweep.BACKWARD else []
         acts += [self._free(bucket) for bucket in self.there]
-        self._kept = False
+        self._kept = self._whole = False
         return [*acts, *self._start(Sweep.FORWARD)]
 
     # - Sweeps
@@ -184,7 +187,8 @@ class Sweeps:
     def _start(self, sweep: Sweep) -> list[Do]:
         forward = tuple(range(len(self._nbytes)))
         order = forward if sweep is Sweep.FORWARD else forward[::-1]
-        self._order = tuple(bucket for bucket in order if not (self._kept and bucket in self._last))
+        there = (self._last if self._kept else frozenset()) | (self._keep if self._whole else frozenset())
+        self._order = tuple(bucket for bucket in order if bucket not in there)
         self._sweep, self._next, self._entered, self._trains = sweep, 0, False, False
         self._there.update({bucket: _State.AHEAD for bucket, state in self._there.items() if state is _State.DONE})
         return []
@@ -194,13 +198,13 @@ class Sweeps:
         acts: list[Do] = []
         if self._sweep is None:
             return acts
-        stay = self._last if self._sweep is Sweep.FORWARD else frozenset[int]()
+        stay = self._last if self._sweep is Sweep.FORWARD else self._keep
         while self._next < len(self._order):
             bucket = self._order[self._next]
             acts += self._gather()
             if bucket not in stay and self._there[bucket] is not _State.USED:
                 acts.append(self._free(bucket))
-        self._kept = self._sweep is Sweep.FORWARD
+        self._kept, self._whole = self._sweep is Sweep.FORWARD, True
         acts += [self._free(each) for each in self.there if each not in stay and self._there[each] is not _State.USED]
         return acts
 
@@ -230,13 +234,15 @@ class Sweeps:
         for each in [each for each, state in self._there.items() if state is _State.DONE]:
             if taken <= left:
                 break
-            if self._sweep is Sweep.BACKWARD or each not in self._last:
+            if each not in self._keep and (self._sweep is Sweep.BACKWARD or each not in self._last):
                 acts.append(self._free(each))
                 taken -= self._nbytes[each]
         return acts, taken <= left
 
     def _counts(self, bucket: int, state: _State) -> bool:
         """Whether a bucket takes from the room. One that stays does not, until backward is done with it."""
+        if bucket in self._keep:
+            return False
         if bucket in self._stay and (self._sweep is Sweep.FORWARD or state is _State.AHEAD):
             return False
         return state is not _State.USED

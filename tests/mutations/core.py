@@ -380,16 +380,16 @@ MUTATIONS: list[Mutation] = [
     ),
     Mutation(
         "a parameter outside the model is in no bucket that is freed",
-        "fsdp/optimizer.py",
+        "overlap/plan/sharded.py",
         "            apart,\n",
         "            specs,\n",
         "mpi-2 tests/spmd/test_fsdp_owned.py -k outside_the_model",
     ),
     Mutation(
         "an optimizer that needs whole parameters gets them",
-        "fsdp/optimizer.py",
-        "    owned = bool(arguments.per_parameter) or not elementwise\n",
-        "    owned = bool(arguments.per_parameter)\n",
+        "overlap/optimizer/sharding.py",
+        "    return bool(arguments.per_parameter) or not elementwise\n",
+        "    return bool(arguments.per_parameter)\n",
         "mpi-2 tests/spmd/test_fsdp_owned.py -k bit_for_bit",
     ),
     Mutation(

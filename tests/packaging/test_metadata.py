@@ -18,7 +18,19 @@ from comm_core.build import missing_tools, with_lines
 from comm_core.missing import explanation
 from tests.harness import ROOT
 
-PACKAGES = ("comm_core", "overlap", "dearrun", "dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "fsdp", "co2")
+PACKAGES = (
+    "comm_core",
+    "overlap",
+    "dearrun",
+    "dear",
+    "wfbp",
+    "mgwfbp",
+    "bytescheduler_adapter",
+    "oss",
+    "fsdp",
+    "osdp",
+    "co2",
+)
 STRATEGIES = PACKAGES[3:]
 
 

@@ -60,7 +60,7 @@ class Run:
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Where parameters are looked at through the model, or replaced: `fsdp` has them then."""
-        sharded = self.distributed and self.optimizer.strategy.name == "fsdp"
+        sharded = self.distributed and self.optimizer.strategy.name in ("fsdp", "osdp")
         return dear.whole(self.model) if sharded else contextlib.nullcontext()
 
     @property

@@ -12,6 +12,7 @@ import bytescheduler_adapter
 import dear
 import fsdp
 import mgwfbp
+import osdp
 import oss
 import wfbp
 from overlap.core.bucket import Phase
@@ -26,6 +27,7 @@ __all__ = [
     "OWNED",
     "PACKAGES",
     "POLICIES",
+    "SHARDED",
     "STRATEGIES",
     "VARIANTS",
     "WRAP",
@@ -43,6 +45,7 @@ VARIANTS: dict[str, Callable[..., Any]] = {
     "dear-rb": lambda o, m, **k: dear.DistributedOptimizer(o, m, policy="rb", threshold_mb=0.001, **k),
     "dear-whole": lambda o, m, **k: dear.DistributedOptimizer(o, m, all_reduced=0.5, threshold_mb=0.001, **k),
     "fsdp": lambda o, m, **k: fsdp.DistributedOptimizer(o, m, threshold_mb=0.001, **k),
+    "osdp": lambda o, m, **k: osdp.DistributedOptimizer(o, m, threshold_mb=0.001, memory_limit_gb=1000, **k),
     "oss": lambda o, m, **k: oss.DistributedOptimizer(o, m, threshold_mb=0.001, **k),
     "dear-eager": lambda o, m, **k: as_early_as_possible(
         dear.DistributedOptimizer(o, m, eager=True, threshold_mb=0.001, **k)
@@ -69,6 +72,7 @@ if SIZE == 4:  # shards within groups of two
         "fsdp-groups": lambda o, m, **k: fsdp.DistributedOptimizer(o, m, shard_group=2, threshold_mb=0.001, **k),
     }
 WRAP = STRATEGIES | VARIANTS
+SHARDED = ("fsdp", "osdp", "fsdp-groups", "fsdp-owned")  # parameters, between passes
 # Whose modules these are is found by looking at every object of the process, which takes time, and neither the number of
 # ranks nor what connects them has a part in it: at one rank, too, parameters are poisoned until a module hands them out.
 NAMELESS: dict[str, Callable[..., Any]] = (

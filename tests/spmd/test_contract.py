@@ -20,7 +20,7 @@ from overlap.core.bucket import Bucket
 from overlap.core.round import GradientChanged, TooManyGradients
 from overlap.job.session import current
 from tests.spmd.models import MODELS, double_model
-from tests.spmd.strategies import PACKAGES, WRAP
+from tests.spmd.strategies import PACKAGES, SHARDED, WRAP
 from tests.spmd.training import local_loss, same_everywhere, trained, values_of
 
 
@@ -62,7 +62,7 @@ def test_dropped_optimizers_are_freed_and_leave_the_model_alone() -> None:
 def test_who_is_wrapped_again_belongs_to_the_new_optimizer_alone(strategy: str) -> None:
     model, first = trained(strategy)
     # Early updates let nobody read parameters then, and a sharded model needs all ranks for a forward.
-    if dear.rank() == 0 and strategy not in ("dear-eager", "fsdp", "fsdp-groups"):
+    if dear.rank() == 0 and strategy not in ("dear-eager", *SHARDED):
         local_loss(model).backward()  # the step of which never comes
     model.zero_grad()
     optimizer = WRAP[strategy](torch.optim.SGD(model.parameters(), 0.05), model)
@@ -201,7 +201,7 @@ def test_schedulers_warn_of_nothing(strategy: str, on_inner: bool) -> None:
     assert inner.param_groups[0]["lr"] == pytest.approx(0.0125)
 
 
-@pytest.mark.parametrize("strategy", [name for name in WRAP if name not in ("dear-eager", "fsdp", "fsdp-groups")])
+@pytest.mark.parametrize("strategy", [name for name in WRAP if name not in ("dear-eager", *SHARDED)])
 def test_a_changed_gradient_is_never_silently_ignored(strategy: str) -> None:
     model, optimizer = trained(strategy)
     other, others = trained(strategy)  # a second optimizer, which is not concerned
@@ -295,7 +295,7 @@ def test_bad_arguments_raise(arguments: dict[str, Any], message: str) -> None:
         dear.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, **arguments)
 
 
-@pytest.mark.parametrize("strategy", ["dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "fsdp", "co2"])
+@pytest.mark.parametrize("strategy", ["dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "fsdp", "osdp", "co2"])
 def test_arguments_that_nobody_has_are_named_with_those_that_are_meant(strategy: str) -> None:
     model = double_model("Mlp")
     inner = torch.optim.SGD(model.parameters(), 0.1)

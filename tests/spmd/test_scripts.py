@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 import dear
 from tests.spmd.models import double_model
 from tests.spmd.scripts import SCRIPTS, World
-from tests.spmd.strategies import NAMELESS, PACKAGES, POLICIES, WRAP
+from tests.spmd.strategies import NAMELESS, PACKAGES, POLICIES, SHARDED, WRAP
 from tests.spmd.training import assert_close
 
 NOT_EAGER = {"gan", "saved_by_rank_0_alone"}  # drop gradients, or look at the state, between backward and step()
@@ -33,7 +33,7 @@ def _alone(script: str) -> Any:
 @pytest.mark.parametrize("strategy", [name for name in WRAP | NAMELESS if name not in POLICIES])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_parity(script: str, strategy: str) -> None:
-    if ("eager" in strategy and script in NOT_EAGER) or (strategy.startswith("fsdp") and script in NOT_SHARDED):
+    if ("eager" in strategy and script in NOT_EAGER) or (strategy in SHARDED and script in NOT_SHARDED):
         return
     actual = SCRIPTS[script](World((WRAP | NAMELESS)[strategy], dear.rank(), dear.size()))
     if actual is not None:

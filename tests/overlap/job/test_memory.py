@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from overlap.job.memory import available_bytes
+import pytest
+
+from overlap.job.memory import Peak, available_bytes, resident_bytes
 
 
 def test_the_smaller_of_host_and_container(tmp_path: Path) -> None:
@@ -41,3 +43,24 @@ def test_the_limit_of_the_address_space_counts() -> None:
     look = "from overlap.job.memory import available_bytes; print(available_bytes())"
     found = subprocess.run([sys.executable, "-c", limit + look], check=True, capture_output=True, text=True)
     assert 0 < int(found.stdout) < 2**36
+
+
+def test_the_most_since_it_began_anew() -> None:
+    peak = Peak()
+    before = peak.read()
+    large = bytearray(64 * 2**20)
+    assert large is not None
+    del large
+    assert peak.read() >= before + 60 * 2**20
+    assert resident_bytes() <= before + 30 * 2**20
+    peak.reset()
+    assert peak.read() <= before + 30 * 2**20
+
+
+def test_a_process_that_cannot_begin_anew_says_so(tmp_path: Path) -> None:
+    (tmp_path / "clear_refs").mkdir()
+    with pytest.raises(OSError, match="clear_refs"):
+        Peak(tmp_path)
+    (tmp_path / "status").write_text("Name: x\n")
+    with pytest.raises(OSError, match="has no VmRSS"):
+        resident_bytes(tmp_path)

@@ -12,7 +12,7 @@ import torch
 
 from overlap.optimizer.arguments import KINDS, SharedArguments, check_kinds, check_passes
 
-PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "fsdp", "co2")
+PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "fsdp", "osdp", "co2")
 # Checked, with messages that say more, where they are used.
 ELSEWHERE = {
     "optimizer",
@@ -33,7 +33,7 @@ WRONG: list[tuple[str, Any]] = [
     *((name, value) for name in ("threshold_mb", "outer_clip") for value in (True, [25])),
     *(
         (name, value)
-        for name in ("merge_below_kb", "partition_mb", "credit_mb", "outer_lr", "whole_mb")
+        for name in ("merge_below_kb", "partition_mb", "credit_mb", "outer_lr", "whole_mb", "memory_limit_gb")
         for value in (True, "2")
     ),
     *(("outer_momentum", value) for value in (None, "x")),
@@ -46,6 +46,7 @@ WRONG: list[tuple[str, Any]] = [
     *(("layerwise_times", value) for value in (3, [("a", 0.1)])),
     *((name, value) for name in ("policy", "exclude_parts", "outer") for value in (None, 3)),
     ("groups", True),
+    *(("fsdp_plan", value) for value in ("own", 3)),
     *(("all_reduced", value) for value in (None, "half", True)),
     *((name, value) for name in ("fragments", "overlap_steps", "top_k") for value in (None, 1.5, True, "2")),
     *(("bits", value) for value in (4.0, "4", True)),

@@ -14,7 +14,7 @@ import dear
 from overlap.optimizer.dears_arguments import bucket_mb, in_our_words
 from overlap.transport.compression import Compression
 
-PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "fsdp", "co2")
+PACKAGES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "oss", "fsdp", "osdp", "co2")
 MODEL = torch.nn.Linear(2, 2)
 
 

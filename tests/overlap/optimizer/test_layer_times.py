@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from overlap.optimizer import layer_times
-from overlap.optimizer.layer_times import LayerTimes, ProfileWriter
+from overlap.optimizer.layer_times import LayerTimes, ProfileWriter, durations
 
 
 def _hooks(model: nn.Module) -> int:
@@ -51,3 +52,13 @@ def test_a_weight_that_two_layers_share_counts_once() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     assert LayerTimes(model).tensors == {"0": (16, 8), "1": (8,)}
+
+
+def test_what_a_checkpoint_recomputes_is_no_forward_pass() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    times = LayerTimes(model)
+    inner = torch.utils.checkpoint.checkpoint(model, torch.ones(2, 4), use_reentrant=False)
+    inner.sum().backward()
+    lap = times.lap()
+    assert max(lap["entered"].values()) < min(lap["gradient"].values())
+    assert set(durations([lap])) == {"0", "1"}

@@ -15,9 +15,10 @@ BYTES = 10
 class _Rank:
     """Carries acts out: what was gathered in all, what is there, and the most that was."""
 
-    def __init__(self, buckets: int, room: int, stay: Collection[int] = ()) -> None:
+    def __init__(self, buckets: int, room: int, stay: Collection[int] = (), keep: Collection[int] = ()) -> None:
         self.now = -1  # the bucket that this pass has come to
-        self.sweeps = Sweeps([BYTES] * buckets, room, lambda bucket: bucket < self.now, stay)
+        self.sweeps = Sweeps([BYTES] * buckets, room, lambda bucket: bucket < self.now, stay, keep)
+        self.keep = set(keep)
         self.gathered: list[int] = []
         self.there: set[int] = set()
         self.most = 0
@@ -50,7 +51,7 @@ class _Rank:
             self.use(bucket)
             self.do(self.sweeps.done(bucket))
         self.do(self.sweeps.backward_over())
-        assert not self.there
+        assert self.there == self.keep
 
     def update(self) -> None:
         self.do(self.sweeps.over())
@@ -104,6 +105,34 @@ def test_what_is_kept_for_backward_is_gathered_again_after_an_update() -> None:
     assert rank.gathered == [0, 1, 2, 0, 0, 1, 2]
 
 
+def test_buckets_to_keep_are_gathered_once_a_step_in_whatever_passes() -> None:
+    rank = _Rank(6, 2 * BYTES, keep=(0, 3))
+    for _ in range(2):
+        rank.forward([0, 1, 2, 3, 4, 5])
+        rank.backward([0, 1, 2, 3, 4, 5])
+        assert rank.there == {0, 3}
+        rank.forward([0, 1, 2, 3, 4, 5], trains=False)
+        rank.forward([1, 2, 3, 4, 5])
+        rank.backward([1, 2, 3, 4, 5])
+        rank.do(rank.sweeps.over())
+        assert not rank.there
+        assert [rank.gathered.count(bucket) for bucket in range(6)] == [1, 5, 5, 1, 5, 2], "5 stays after forward"
+        rank.gathered.clear()
+        rank.do(rank.sweeps.next_step())
+        assert 0 in rank.there
+    assert rank.most <= (1 + 2 + 2) * BYTES
+
+
+def test_what_is_kept_is_gathered_again_where_others_wrote_it() -> None:
+    rank = _Rank(3, 2 * BYTES, keep=(1,))
+    rank.forward([0, 1, 2])
+    rank.backward([0, 1, 2])
+    rank.do(rank.sweeps.replaced())
+    assert not rank.there
+    rank.forward([0, 1, 2])
+    assert rank.gathered.count(1) == 2
+
+
 def test_what_is_used_now_is_not_freed() -> None:
     """A module around others: its own parameters are used until it is left."""
     rank = _Rank(8, 2 * BYTES)
@@ -147,7 +176,8 @@ def test_a_bucket_that_is_used_again_after_it_was_freed_is_gathered_with_all_oth
 def test_ranks_that_leave_modules_out_gather_the_same(seed: int) -> None:
     script = random.Random(seed)
     buckets, room = script.randint(1, 12), BYTES * script.randint(1, 12)
-    ranks = [_Rank(buckets, room) for _ in range(script.randint(2, 4))]
+    stay, keep = ([bucket for bucket in range(buckets) if seed % 3 and script.random() < 0.3] for _ in range(2))
+    ranks = [_Rank(buckets, room, stay, keep) for _ in range(script.randint(2, 4))]
     for _ in range(4):
         passes = [script.choice(["train", "train", "evaluate"]) for _ in range(script.randint(1, 3))]
         if "train" not in passes:
@@ -180,7 +210,8 @@ def test_no_more_is_whole_than_there_is_room_for(seed: int) -> None:
 def test_a_rank_without_a_batch_gathers_what_others_need(seed: int) -> None:
     script = random.Random(seed)
     buckets, room = script.randint(1, 12), BYTES * script.randint(1, 12)
-    ranks = [_Rank(buckets, room) for _ in range(2)]
+    keep = [bucket for bucket in range(buckets) if seed % 2 and script.random() < 0.4]
+    ranks = [_Rank(buckets, room, keep=keep) for _ in range(2)]
     for _ in range(5):
         for rank in ranks:
             part = script.choice(["nothing", "forward", "all"])

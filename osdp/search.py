@@ -1,0 +1,241 @@
+"""Chooses one option for each item so that the sum of seconds is least and the sum of bytes stays within a limit (pure).
+
+The multiple-choice knapsack. Items are added one after the other to states (bytes, seconds) of those before; a state goes
+where another one takes no more of both, or where even parts of options (the linear relaxation of the items that are left)
+would not make it better than the best choice so far. Equal items lead to equal states, so that many of them cost little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy
+
+__all__ = ["Choice", "DoesNotFit", "Item", "Option", "best", "greedy"]
+
+_STATES = 8_000  # more of them are thinned out; see `best`
+_ROUNDING = 1e-12
+_NAMED = 3  # of the largest items
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Option:
+    """What an item takes with this option: `nbytes` of memory and `seconds` of a step."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something of which one of the `options` is chosen."""
+
+    name: str
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The index of an option for each item, with the sums. No choice takes less than `bound` seconds."""
+
+    options: tuple[int, ...]
+    nbytes: int
+    seconds: float
+    bound: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether no other choice is faster."""
+        return self.seconds <= self.bound * (1 + 1e-9)
+
+
+class DoesNotFit(ValueError):
+    """Even the smallest options take `short` bytes more than the limit."""
+
+    def __init__(self, message: str, short: int) -> None:
+        super().__init__(message)
+        self.short = short
+
+    @classmethod
+    def by(cls, least: int, limit: int, names: Sequence[str], sizes: Sequence[int]) -> DoesNotFit:
+        """`least` bytes are needed; what has these `names` takes so many of them."""
+        largest = sorted(zip(sizes, names, strict=True), reverse=True)[:_NAMED]
+        named = ", ".join(f"{name} {size / 2**20:,.1f} MB" for size, name in largest)
+        return cls(
+            f"the limit is {limit / 2**20:,.1f} MB, and {least / 2**20:,.1f} MB are needed at least, "
+            f"{(least - limit) / 2**20:,.1f} MB more; the largest: {named}",
+            least - limit,
+        )
+
+
+def _least(item: Item) -> int:
+    return min(option.nbytes for option in item.options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Upgrade:
+    """From one option of an item to the next on the lower hull: so many more bytes for so many seconds less."""
+
+    item: int
+    option: int
+    nbytes: int
+    saved: float
+
+
+def _frontier(item: Item) -> list[int]:
+    """The options that no other one beats in both, the smallest first."""
+    options = item.options
+    found: list[int] = []
+    for index in sorted(range(len(options)), key=lambda index: (options[index].nbytes, options[index].seconds)):
+        if not found or options[index].seconds < options[found[-1]].seconds:
+            found.append(index)
+    return found
+
+
+def _hull(item: Item, frontier: Sequence[int]) -> list[int]:
+    """Those of the frontier between which no mixture of others is better."""
+    hull: list[int] = []
+    for index in frontier:
+        new = item.options[index]
+        while len(hull) > 1:
+            first, last = item.options[hull[-2]], item.options[hull[-1]]
+            if (first.seconds - last.seconds) * (new.nbytes - last.nbytes) > (last.seconds - new.seconds) * (
+                last.nbytes - first.nbytes
+            ):
+                break
+            hull.pop()
+        hull.append(index)
+    return hull
+
+
+def _upgrades(items: Sequence[Item], frontiers: Sequence[Sequence[int]]) -> list[_Upgrade]:
+    """All of them, those that save most seconds per byte first; of one item in the order of its hull."""
+    found: list[_Upgrade] = []
+    for number, item in enumerate(items):
+        hull = _hull(item, frontiers[number])
+        for before, after in pairwise(hull):
+            small, large = item.options[before], item.options[after]
+            found.append(_Upgrade(number, after, large.nbytes - small.nbytes, small.seconds - large.seconds))
+    found.sort(key=lambda one: -one.saved / one.nbytes)
+    return found
+
+
+def _filled(chosen: list[int], upgrades: Sequence[_Upgrade], room: int, since: int = 0) -> int:
+    """Make the `upgrades` of items from `since` on that fit into `room`, in their order. Returns the room that is left."""
+    stuck: set[int] = set()
+    for one in upgrades:
+        if one.item < since or one.item in stuck:
+            continue
+        if one.nbytes > room:
+            stuck.add(one.item)
+            continue
+        chosen[one.item] = one.option
+        room -= one.nbytes
+    return room
+
+
+def _sums(items: Sequence[Item], chosen: Sequence[int]) -> tuple[int, float]:
+    options = [item.options[index] for item, index in zip(items, chosen, strict=True)]
+    return sum(option.nbytes for option in options), sum(option.seconds for option in options)
+
+
+def greedy(items: Sequence[Item], limit: int) -> Choice:
+    """Take the smallest options, then larger ones by the seconds that they save per byte, as long as they fit.
+
+    Raises :class:`DoesNotFit` where the smallest ones do not.
+    """
+    frontiers = [_frontier(item) for item in items]
+    chosen = [frontier[0] for frontier in frontiers]
+    least, seconds = _sums(items, chosen)
+    if least > limit:
+        raise DoesNotFit.by(least, limit, [item.name for item in items], [_least(item) for item in items])
+    upgrades = _upgrades(items, frontiers)
+    bound = seconds - float(_most_saved(upgrades, limit - least))
+    _filled(chosen, upgrades, limit - least)
+    nbytes, seconds = _sums(items, chosen)
+    return Choice(tuple(chosen), nbytes, seconds, min(bound, seconds))
+
+
+def _most_saved(upgrades: Sequence[_Upgrade], room: Any) -> Any:
+    """The seconds that `upgrades` save within `room` bytes, where a part of one counts; of several rooms at once."""
+    nbytes = numpy.cumsum([0, *(one.nbytes for one in upgrades)])
+    saved = numpy.cumsum([0.0, *(one.saved for one in upgrades)])
+    return numpy.interp(room, nbytes, saved)
+
+
+def best(items: Sequence[Item], limit: int, *, states: int = _STATES) -> Choice:
+    """The choice that takes the fewest seconds within `limit` bytes.
+
+    Where more than so many `states` are left, as where very many choices take nearly the same time, only the fastest of
+    those that take nearly as many bytes go on; ``bound`` says how much faster another choice could be.
+    Raises :class:`DoesNotFit`.
+    """
+    order = sorted(range(len(items)), key=lambda number: (-_span(items[number]), items[number].options))
+    ordered = [items[number] for number in order]
+    frontiers = [_frontier(item) for item in ordered]
+    smallest = [frontier[0] for frontier in frontiers]
+    first = greedy(ordered, limit)
+    found, shortest = list(first.options), first.seconds
+    upgrades = _upgrades(ordered, frontiers)
+    nbytes, seconds = numpy.zeros(1, dtype=numpy.int64), numpy.zeros(1)
+    trail: list[tuple[Any, Any]] = []  # for each item the state that it was added to, and its option
+    bound = float("inf")  # of what was thinned out
+    for number, item in enumerate(ordered):
+        frontier = frontiers[number]
+        rest_bytes, rest_seconds = _sums(ordered[number + 1 :], smallest[number + 1 :])
+        later = [one for one in upgrades if one.item > number]
+        taken = numpy.array([item.options[index].nbytes for index in frontier], dtype=numpy.int64)
+        lasts = numpy.array([item.options[index].seconds for index in frontier])
+        all_bytes, all_seconds = (nbytes[:, None] + taken).ravel(), (seconds[:, None] + lasts).ravel()
+        room = limit - rest_bytes - all_bytes
+        least = all_seconds + rest_seconds - _most_saved(later, numpy.maximum(room, 0))
+        keep = numpy.flatnonzero((room >= 0) & (least < shortest * (1 - _ROUNDING)))
+        keep = keep[numpy.lexsort((all_seconds[keep], all_bytes[keep]))]
+        keep = keep[_undominated(all_seconds[keep])]
+        if len(keep) > states:
+            kept = _thinned(all_bytes[keep], all_seconds[keep], limit, states)
+            bound = min(bound, float(numpy.delete(least[keep], kept).min(initial=numpy.inf)))
+            keep = keep[kept]
+        if not len(keep):
+            break
+        trail.append((keep // len(frontier), numpy.array(frontier)[keep % len(frontier)]))
+        nbytes, seconds = all_bytes[keep], all_seconds[keep]
+        promising = int(least[keep].argmin())
+        chosen = [*_followed(trail, promising), *smallest[number + 1 :]]
+        _filled(chosen, later, int(room[keep][promising]), number + 1)
+        _, total = _sums(ordered, chosen)
+        if total < shortest:
+            found, shortest = chosen, total
+    chosen = [0] * len(items)
+    for place, option in zip(order, found, strict=True):
+        chosen[place] = option
+    taken_in_all, total = _sums(items, chosen)
+    return Choice(tuple(chosen), taken_in_all, total, min(bound, total))
+
+
+def _span(item: Item) -> int:
+    return max(option.nbytes for option in item.options) - _least(item)
+
+
+def _undominated(seconds: Any) -> Any:
+    """Of states in ascending order of bytes, those that are faster than all before them."""
+    before = numpy.concatenate(([numpy.inf], numpy.minimum.accumulate(seconds)[:-1]))
+    return numpy.flatnonzero(seconds < before)
+
+
+def _thinned(nbytes: Any, seconds: Any, limit: int, states: int) -> Any:
+    """At most so many `states`: the fastest in each of as many cells of bytes. They are undominated, so it is the last."""
+    cells = nbytes * states // (limit + 1)
+    return numpy.flatnonzero(numpy.append(cells[1:] != cells[:-1], True))
+
+
+def _followed(trail: Sequence[tuple[Any, Any]], state: int) -> list[int]:
+    """The options that lead to `state` after the last item of the `trail`."""
+    found: list[int] = []
+    for before, options in reversed(trail):
+        found.append(int(options[state]))
+        state = int(before[state])
+    return found[::-1]

@@ -1,0 +1,107 @@
+"""The search against all choices there are, at sizes where they can be counted, and its time where they cannot."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import pytest
+
+from osdp.search import Choice, DoesNotFit, Item, Option, best, greedy
+
+MB = 2**20
+
+
+def _items(generator: random.Random, count: int, *, alike: bool) -> list[Item]:
+    def options() -> tuple[Option, ...]:
+        return tuple(
+            Option(generator.randrange(60), generator.choice([0.5, 1.0, generator.random() * 3]))
+            for _ in range(generator.randint(1, 4))
+        )
+
+    kinds = [options() for _ in range(2 if alike else count)]
+    return [Item(f"item {number}", kinds[number % len(kinds)]) for number in range(count)]
+
+
+def _exhaustive(items: list[Item], limit: int) -> float | None:
+    sums = (
+        (sum(option.nbytes for option in chosen), sum(option.seconds for option in chosen))
+        for chosen in itertools.product(*(item.options for item in items))
+    )
+    return min((seconds for nbytes, seconds in sums if nbytes <= limit), default=None)
+
+
+def _check(items: list[Item], limit: int, choice: Choice) -> None:
+    chosen = [item.options[index] for item, index in zip(items, choice.options, strict=True)]
+    assert choice.nbytes == sum(option.nbytes for option in chosen) <= limit
+    assert choice.seconds == pytest.approx(sum(option.seconds for option in chosen))
+    assert choice.bound <= choice.seconds
+
+
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("seed", range(150))
+def test_no_choice_is_faster(seed: int, alike: bool) -> None:
+    generator = random.Random(seed)
+    items = _items(generator, generator.randint(1, 7), alike=alike)
+    limit = generator.randrange(300)
+    fastest = _exhaustive(items, limit)
+    if fastest is None:
+        for search in (best, greedy):
+            with pytest.raises(DoesNotFit) as caught:
+                search(items, limit)
+            assert _exhaustive(items, limit + caught.value.short) is not None
+            assert _exhaustive(items, limit + caught.value.short - 1) is None
+        return
+    choice, simple, few = best(items, limit), greedy(items, limit), best(items, limit, states=4)
+    for each in (choice, simple, few):
+        _check(items, limit, each)
+        assert each.bound <= fastest + 1e-12, "a bound is no more than what can be reached"
+        assert each.seconds >= fastest - 1e-12
+    assert choice.seconds == pytest.approx(fastest, rel=1e-12)
+    assert choice.exact
+
+
+def _layers(kind: str, count: int = 48) -> list[Item]:
+    generator = random.Random(3)
+    found = []
+    for number in range(count):
+        size = 28 * MB if kind == "alike" else generator.randrange(MB, 100 * MB)
+        start = generator.random() * 1e-2 if kind == "of different speed" else 2e-4
+        wire = start + 1e-9 * size
+        options = [Option(size // 8, 3 * wire), Option(size // 8 + size, 2 * wire)]
+        options.append(Option(size // 8 + size // 2, 2.4 * wire))
+        found.append(Item(f"layer {number}", tuple(options)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["alike", "different", "of different speed"])
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_many_layers_take_little_time(kind: str, share: float) -> None:
+    items = _layers(kind)
+    least, most = (sum(pick(option.nbytes for option in item.options) for item in items) for pick in (min, max))
+    limit = round(least + share * (most - least))
+    times = []
+    for _ in range(3):  # of a busy machine the fastest counts
+        since = time.thread_time()
+        choice = best(items, limit)
+        times.append(time.thread_time() - since)
+    assert min(times) < 0.05
+    _check(items, limit, choice)
+    assert choice.seconds <= greedy(items, limit).seconds
+    assert choice.seconds <= 1.0005 * choice.bound, "where very many choices are as fast, within 5 parts in 10^4"
+    if kind != "different":
+        assert choice.exact
+
+
+def test_the_greedy_misses_what_the_search_finds() -> None:
+    """The best ratio leaves room that nothing fits."""
+    items = [Item("a", (Option(0, 2.0), Option(6, 0.9))), *(Item(n, (Option(0, 1.0), Option(5, 0.2))) for n in "bc")]
+    assert greedy(items, 10).options == (1, 0, 0)
+    assert best(items, 10).options == (0, 1, 1)
+
+
+def test_a_limit_that_nothing_fits_says_by_how_much() -> None:
+    items = [Item(f"layer {number}", (Option(number * MB, 1.0), Option(9 * MB, 0.5))) for number in range(1, 6)]
+    with pytest.raises(DoesNotFit, match=r"limit is 12.0 MB, and 15.0 MB .* 3.0 MB more; .*: layer 5 5.0 MB, layer 4"):
+        best(items, 12 * MB)
