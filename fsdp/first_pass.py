@@ -85,14 +85,15 @@ def _refuse_stranger(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any)
 def _strategy(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> Fsdp:
     stay = {id(each) for unit in units if unit.stays for each in unit.parameters}
     numbers = [number for number, each in enumerate(_trained(optimizer)) if each in stay]
-    return automatic(optimizer, stay=numbers, param_dtype=_one(units, "param_dtype"))
+    return automatic(optimizer, units[0].threshold_mb, stay=numbers, param_dtype=_one(units, "param_dtype"))
 
 
 def _arguments(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> SharedArguments:
     trained = _trained(optimizer)
     inner = [[each for each in unit.parameters if id(each) in trained and each.requires_grad] for unit in units[1:]]
     wire = _one(units, "reduce_dtype") or _one(units, "param_dtype")
-    return SharedArguments(groups=[group for group in inner if group] or None, compression=WIRES[wire])
+    groups = [group for group in inner if group] or None
+    return SharedArguments(groups=groups, compression=WIRES[wire], **units[0].arguments)
 
 
 def _one(units: Sequence[Unit], name: str) -> torch.dtype | None:

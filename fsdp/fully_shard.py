@@ -124,6 +124,8 @@ def _ranks_of(mesh: Any) -> tuple[int, ...]:
     comm = current().comm
     if mesh is None:
         return tuple(range(comm.size))
+    if isinstance(mesh, tuple):  # the ranks of a process group that `FullyShardedDataParallel` was given
+        return mesh
     shape = tuple(mesh.shape.values()) if isinstance(mesh, Mesh) else tuple(mesh.mesh.shape)
     if len(shape) != 1:
         raise NotImplementedError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from overlap.optimizer.distributed import DistributedOptimizer
 
-__all__ = ["Root", "Unit", "has_unit", "outermost", "register", "root_of", "taken", "unit_of", "units_in"]
+__all__ = ["Root", "Unit", "has_unit", "outermost", "register", "root_of", "taken", "unit_of", "units_in", "unregister"]
 
 _MODULES: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _ATTRIBUTE = "_fully_sharded"
@@ -28,6 +28,9 @@ class Unit:
     reduce_dtype: torch.dtype | None = None  # of gradients that travel …
     param_dtype: torch.dtype | None = None  # … and of parameters that are used; None: their own
     casts: bool = False  # inputs of forward to `param_dtype`
+    threshold_mb: float | None = None  # of the outermost one: what only it has is cut into buckets of this size
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the outermost one: more of the optimizer's
+    rest: bool = False  # what a wrapper that comes later takes over
     root: Root | None = None
     calls: int = 0  # of the module, that are going on
 
@@ -59,6 +62,13 @@ def register(module: torch.nn.Module, unit: Unit) -> None:
     """Note `unit` of `module`."""
     module.__dict__[_ATTRIBUTE] = unit
     _MODULES.add(module)
+
+
+def unregister(module: torch.nn.Module) -> None:
+    """Forget what was noted of `module`, which is of its own class again."""
+    module.__class__ = unit_of(module).kind
+    del module.__dict__[_ATTRIBUTE]
+    _MODULES.discard(module)
 
 
 def attributes_of(module: Any) -> dict[str, Any]:
