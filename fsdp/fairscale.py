@@ -288,7 +288,10 @@ class FullyShardedDataParallel(torch.nn.Module):
             copy: Any = OrderedDict(state_dict)
             copy._metadata = Told(told)
             state_dict = copy
-        return super().load_state_dict(state_dict, strict, assign)
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:  # names that do not fit, with the levels of wrappers
+            raise RuntimeError(str(error).replace(f"{LEVEL}.", "")) from None
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         move_down(state_dict, prefix)

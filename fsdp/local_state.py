@@ -145,8 +145,8 @@ def _way(name: str, own: Any, given: Any, counts: Sequence[tuple[int | None, int
     """
     total = None if not isinstance(own, torch.Tensor) else prod(own.shape)
     if total is None or all(count == total for count, _ in counts):
-        alone_and_flat = len(counts) == 1 and isinstance(own, Chunked) and given.shape != own.shape
-        return "share" if alone_and_flat else "whole"
+        flat = len(counts) == 1 and total is not None and given.shape != own.shape
+        return "whole" if not flat else "share" if isinstance(own, Chunked) else "apart"
     if all(count == mine for count, mine in counts):
         return "share"
     if sum(count or 0 for count, _ in counts) != total:

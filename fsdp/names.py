@@ -1,13 +1,27 @@
-"""Names in state dicts without those of wrappers. Pure."""
+"""Names in state dicts without those of wrappers, and names of fairscale's that are not here. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["LEVEL", "Told", "cleaned", "move_down", "move_up"]
+__all__ = ["LEVEL", "NOT_HERE", "Told", "cleaned", "move_down", "move_up"]
 
 #: Under this name a wrapper has its module.
 LEVEL = "_fsdp_wrapped_module"
+
+#: What a script may look for in `fsdp` that fairscale has: the whole message.
+NOT_HERE: Mapping[str, str] = {
+    "auto_wrap_bn": "fsdp has no auto_wrap_bn: a batch normalisation needs no wrapper of its own, as its parameters may be "
+    "gathered with others; dear.SyncBatchNorm.convert_sync_batchnorm(model) makes it use all ranks' statistics",
+    "TrainingState": "fsdp has no TrainingState: what a module does at the moment is nothing that a script has to set",
+    "ConfigAutoWrap": "fsdp has no ConfigAutoWrap: enable_wrap() is the context, and auto_wrap() wraps by a policy",
+    "no_pre_load_state_dict_hook": "fsdp has no no_pre_load_state_dict_hook: state dicts have the names of the model "
+    "without wrappers, whether a wrapper or a module inside loads them",
+    "OffloadConfig": "fsdp has no OffloadConfig: shares are in the CPU's memory, and none are on disk",
+    "ShardedGradScaler": "fsdp has no ShardedGradScaler: torch.amp.GradScaler looks at all shares; oss has fairscale's",
+    "checkpoint_wrapper": "fsdp has no checkpoint_wrapper: it is a name of oss, and works on models of fsdp",
+}
 
 
 def cleaned(name: str) -> str:

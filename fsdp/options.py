@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.modules.batchnorm import _NormBase
 
 __all__ = ["Options"]
 
@@ -106,6 +107,14 @@ class Options:
 
     def check_types(self, module: torch.nn.Module) -> None:
         """Raise where types of parameters and buffers of `module` contradict the arguments."""
+        wanted = self.precision.param_dtype
+        for name, each in module.named_modules() if wanted is not None else ():
+            mean = each.running_mean if isinstance(each, _NormBase) else None
+            if mean is not None and mean.dtype is not wanted:
+                raise NotImplementedError(
+                    f"mixed_precision=True computes in {wanted}, and {name!r} keeps statistics in {mean.dtype}, which "
+                    f"torch does not mix: convert them, by buffer.data = buffer.data.to({wanted}), or normalise otherwise"
+                )
         if self.compute_dtype is not None and not self.mixed_precision:
             for name, parameter in module.named_parameters():
                 if parameter.is_floating_point() and parameter.dtype is not self.compute_dtype:

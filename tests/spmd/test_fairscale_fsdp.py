@@ -13,6 +13,7 @@ import torch
 import dear
 import fsdp
 from fsdp import FSDP, auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap
+from oss import checkpoint_wrapper
 from tests.spmd.training import same_everywhere
 from tests.spmd_plugin import SIZE
 
@@ -277,6 +278,20 @@ def test_inputs_in_fp32() -> None:
     assert model(torch.ones(2, 3, dtype=torch.bfloat16)).dtype is torch.float32
 
 
+def test_activation_checkpoints() -> None:
+    """fairscale's way: inside of wrappers, and around them."""
+    twins = _Twins(_checkpointed)
+    twins.train(3)
+    twins.check()
+
+
+def _checkpointed(model: Bert) -> Any:
+    for number, layer in enumerate(model.layers):
+        layer.up = checkpoint_wrapper(FSDP(layer.up)) if number else FSDP(layer.up)
+        model.layers[number] = FSDP(checkpoint_wrapper(layer))
+    return FSDP(model)
+
+
 # - Wrapping
 
 
@@ -372,6 +387,11 @@ def test_names_that_do_not_fit_are_told_without_wrappers() -> None:
     saved["layers.0.more"] = saved.pop("layers.0.up.weight")
     found = twins.mine.load_state_dict(saved, strict=False)
     assert (found.missing_keys, found.unexpected_keys) == (["layers.0.up.weight"], ["layers.0.more"])
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "layers\.0\.up\.weight"'):
+        twins.mine.load_state_dict(saved)
+    saved["layers.0.up.weight"] = torch.ones(1)
+    with pytest.raises(RuntimeError, match=r"size mismatch for layers\.0\.up\.weight"):
+        twins.mine.load_state_dict(saved)
 
 
 def test_versions_of_modules_are_found() -> None:
@@ -534,6 +554,7 @@ def test_it_looks_like_the_module() -> None:
         ({"reshard_after_forward": "yes"}, TypeError, "True or False"),
         ({"process_group": 3}, TypeError, "one of torch.distributed's"),
         ({"process_group_reduce_scatter": 3}, TypeError, "a process group or None"),
+        ({"mixed_precision": True}, NotImplementedError, r"'1' keeps statistics in torch.float32"),
         ({"two_level": 2}, NotImplementedError, "gsdp_type='none'"),
         ({"reshard_after_foward": True}, TypeError, "is 'reshard_after_forward' meant"),
     ],
