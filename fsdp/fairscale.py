@@ -376,8 +376,8 @@ def _shard(module: Any, options: Options, ranks: Any) -> torch.nn.Module:
             if unit_of(each.module).parameters:
                 options.check_inside(each._options, name)
             _be_inner(unit_of(each.module), each._options)
-    if has_unit(module) and unit_of(module).rest:
-        unregister(module)
+    for each in [each for each in module.modules() if has_unit(each) and unit_of(each).rest]:
+        unregister(each)  # what no wrapper has is this one's
     fully_shard(module, mesh=ranks, reshard_after_forward=options.reshard_after_forward, mp_policy=options.precision)
     unit = unit_of(module)
     unit.stays = options.disable_reshard_on_root or not options.reshard_after_forward

@@ -84,6 +84,21 @@ def _by_size_and_around(model: Bert, **options: Any) -> Any:
     return FSDP(_by_size(model, **options), **options)
 
 
+def _lines(module: torch.nn.Module, recurse: bool, unwrapped_params: int) -> bool:
+    """A policy for older versions, which have no `module_is_root`."""
+    return recurse or type(module) is torch.nn.Linear
+
+
+def _parts_by_policy(model: Bert, **options: Any) -> Any:
+    """What is left in a part that was wrapped by a policy is the outer wrapper's."""
+    with enable_wrap(wrapper_cls=FSDP, **options):
+        model.layers[0] = auto_wrap(model.layers[0], _lines)
+        assert not isinstance(model.layers[0], FSDP)
+        model = wrap(model)
+    assert type(model.layers[0]) is Layer
+    return model
+
+
 def _by_marks(model: Bert, **options: Any) -> Any:
     for layer in model.layers:
         layer.wrapper_config = {"reshard_after_forward": False}
@@ -91,7 +106,7 @@ def _by_marks(model: Bert, **options: Any) -> Any:
         return FSDP(auto_wrap(model), **options)
 
 
-WAYS = (_by_hand, _whole, _by_size, _by_size_and_around, _by_marks)
+WAYS = (_by_hand, _whole, _by_size, _by_size_and_around, _parts_by_policy, _by_marks)
 
 
 def _loss(model: Any, step: int, rank: int) -> torch.Tensor:
@@ -322,11 +337,8 @@ def test_arguments_come_from_the_context_the_mark_and_the_call() -> None:
 
 
 def test_a_policy_for_older_versions() -> None:
-    def policy(module: torch.nn.Module, recurse: bool, unwrapped_params: int) -> bool:
-        return recurse or isinstance(module, torch.nn.Linear)
-
     with enable_wrap():
-        model: Any = auto_wrap(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()), policy)
+        model: Any = auto_wrap(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()), _lines)
         with pytest.raises(ValueError, match="a wrapper inside, '0'"):
             auto_wrap(model)
     assert isinstance(model[0], FSDP)
