@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 import dear
 import fsdp
 from fsdp import FSDP, auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap
-from oss import checkpoint_wrapper
+from oss import ShardedGradScaler, checkpoint_wrapper
 from tests.spmd.training import same_everywhere
 from tests.spmd_plugin import SIZE
 
@@ -76,8 +78,10 @@ def _whole(model: Bert, **options: Any) -> Any:
 
 def _by_size(model: Bert, **options: Any) -> Any:
     """As in fairscale's scripts: the model itself is too small for a wrapper once its parts have theirs."""
-    with enable_wrap(wrapper_cls=FSDP, **options):
-        return auto_wrap(model, functools.partial(default_auto_wrap_policy, min_num_params=300))
+    fsdp_args = fsdp.gen_fsdp_args(nnodes=2, nproc_per_node=2, gsdp_type="none", model_type="bert-large")
+    with enable_wrap(wrapper_cls=FSDP, **fsdp_args, **options):
+        my_auto_wrap_policy = functools.partial(default_auto_wrap_policy, min_num_params=300)
+        return auto_wrap(model, auto_wrap_policy=my_auto_wrap_policy)
 
 
 def _by_size_and_around(model: Bert, **options: Any) -> Any:
@@ -291,6 +295,29 @@ def test_mixed_precision(fp32: bool) -> None:
 def test_inputs_in_fp32() -> None:
     model = FSDP(torch.nn.Linear(3, 3), force_input_to_fp32=True)
     assert model(torch.ones(2, 3, dtype=torch.bfloat16)).dtype is torch.float32
+
+
+def test_a_scaler_looks_at_all_shards() -> None:
+    twins = _Twins()
+    scaler = ShardedGradScaler(init_scale=4.0)
+    for step in range(4):
+        loss = _loss(twins.mine, step, dear.rank())
+        scaler.scale(loss * (float("inf") if step == 1 and dear.rank() == SIZE - 1 else 1.0)).backward()
+        scaler.unscale_(twins.optimizer)
+        twins.mine.clip_grad_norm_(0.05)
+        scaler.step(twins.optimizer)
+        scaler.update()
+        twins.optimizer.zero_grad()
+        seen = twins.alone.seen.clone()
+        for rank in range(SIZE):
+            twins.alone.seen.copy_(seen)
+            (_loss(twins.alone, step, rank) / SIZE).backward()
+        torch.nn.utils.clip_grad_norm_(twins.alone.parameters(), 0.05)
+        if step != 1:
+            twins.reference.step()
+        twins.reference.zero_grad()
+    _same(twins.mine.state_dict(), twins.alone.state_dict())
+    assert scaler.get_scale() == 2.0
 
 
 def test_activation_checkpoints() -> None:
@@ -510,11 +537,14 @@ def test_state_dicts_on_one_rank_and_device() -> None:
     assert not any(value.is_meta for value in chunks.values())
 
 
-def test_copies_are_wrapped_and_train() -> None:
+@pytest.mark.parametrize("pickled", [False, True])
+def test_copies_are_wrapped_and_train(pickled: bool) -> None:
     twins = _Twins()
     twins.train(1)
+    with pytest.raises(RuntimeError, match="copied or pickled"):
+        copy.deepcopy(twins.mine)
     with twins.mine.summon_full_params():
-        other = copy.deepcopy(twins.mine)
+        other = copy.deepcopy(twins.mine) if not pickled else pickle.loads(pickle.dumps(twins.mine))
     assert isinstance(other.layers[0], FSDP)
     _same(other.state_dict(), twins.alone.state_dict())
     twins.mine = other
@@ -522,6 +552,25 @@ def test_copies_are_wrapped_and_train() -> None:
     twins.reference = Adam(twins.alone.parameters())
     twins.train(2)
     twins.check()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["in shares", "safetensors"])
+def test_checkpoints_of_our_own(whole: bool, tmp_path: Path) -> None:
+    path = dear.broadcast_object(str(tmp_path), root_rank=0)
+    twins, other = _Twins(), _Twins(_by_size)
+    twins.train(2)
+    other.train(1)
+    if whole:
+        dear.save_pretrained(twins.mine, path)
+        dear.load_pretrained(other.mine, path)
+        other.alone.load_state_dict(twins.alone.state_dict())
+    else:
+        dear.save_checkpoint(path, twins.mine, twins.optimizer)
+        dear.load_checkpoint(path, other.mine, other.optimizer)
+        other.alone.load_state_dict(twins.alone.state_dict())
+        other.reference.load_state_dict(twins.reference.state_dict())
+        other.train(1)
+    other.check()
 
 
 def test_it_looks_like_the_module() -> None:
