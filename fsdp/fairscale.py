@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from fsdp.fully_shard import fully_shard
-from fsdp.groups import require_mechanism
 from fsdp.local_state import consolidate, load_local, local_metadata, local_state
 from fsdp.names import LEVEL, Told, cleaned, move_down, move_up
-from fsdp.options import Options, check_reduced_by
-from fsdp.units import Unit, has_unit, outermost, root_of, taken, unit_of, unregister
-from overlap.horovod.job import init
+from fsdp.options import Options
+from fsdp.parts import members, shard, train_together
+from fsdp.units import has_unit, outermost, root_of, taken, unit_of
 from overlap.job.session import current, is_initialized
 from overlap.optimizer.arguments import refuses_unknown
 from overlap.optimizer.whole import whole
@@ -102,8 +100,8 @@ class FullyShardedDataParallel(torch.nn.Module):
         options = Options.of(locals())
         super().__init__()
         self._options = options
-        self._ranks = _members(process_group, process_group_reduce_scatter, mesh, two_level)
-        self._modules[LEVEL] = _shard(module, options, self._ranks)
+        self._ranks = members(process_group, process_group_reduce_scatter, mesh, two_level)
+        self._modules[LEVEL] = shard(module, options, self._ranks)
         self.register_load_state_dict_post_hook(_clean)
 
     @classmethod
@@ -160,11 +158,11 @@ class FullyShardedDataParallel(torch.nn.Module):
         """Of a copy: a wrapper of its own, where there is a job; in other processes, one that trains as one process."""
         super().__setstate__(state)
         if is_initialized():
-            _shard(self.module, self._options, self._ranks)
+            shard(self.module, self._options, self._ranks)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            _refuse_second(self.module)
+        if torch.is_grad_enabled() and has_unit(self.module):
+            train_together(self.module)
         if self._options.force_input_to_fp32:
             args, kwargs = tree_map(_in_fp32, (args, kwargs))
         outputs = self.module(*args, **kwargs)
@@ -361,71 +359,6 @@ def get_fsdp_instances(mod: torch.nn.Module, skip_empty: bool = False) -> list[F
     """The wrappers in `mod`, from the outside to the inside; with `skip_empty`, those with parameters of their own."""
     found = [each for each in mod.modules() if isinstance(each, FullyShardedDataParallel)]
     return [each for each in found if unit_of(each.module).parameters] if skip_empty else found
-
-
-# - Wrapping
-
-
-def _shard(module: Any, options: Options, ranks: Any) -> torch.nn.Module:
-    """Make `module` a unit, for now the outermost one, over the `ranks`, or as ``fully_shard(mesh=…)`` takes them."""
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"FullyShardedDataParallel takes a module and was given {module!r}")
-    options.check_types(module)
-    for name, each in module.named_modules():
-        if isinstance(each, FullyShardedDataParallel):
-            if unit_of(each.module).parameters:
-                options.check_inside(each._options, name)
-            _be_inner(unit_of(each.module), each._options)
-    for each in [each for each in module.modules() if has_unit(each) and unit_of(each).rest]:
-        unregister(each)  # what no wrapper has is this one's
-    fully_shard(module, mesh=ranks, reshard_after_forward=options.reshard_after_forward, mp_policy=options.precision)
-    unit = unit_of(module)
-    unit.stays = options.disable_reshard_on_root or not options.reshard_after_forward
-    unit.threshold_mb, unit.arguments = options.bucket_cap_mb, options.arguments
-    return module
-
-
-def _be_inner(unit: Unit, options: Options) -> None:
-    """What was the outermost unit so far is so no longer."""
-    unit.stays, unit.casts = not options.reshard_after_forward, False
-
-
-def _members(process_group: Any, reduced_by: Any, mesh: Any, two_level: int | None) -> Any:
-    """The ranks of the job to shard over, as ``fully_shard(mesh=…)`` takes them; this process joins the job."""
-    if not is_initialized():
-        init()
-    require_mechanism(mesh, two_level)
-    if process_group is None:
-        check_reduced_by(reduced_by, None)
-        return mesh
-    if mesh is not None:
-        raise ValueError("process_group and mesh are both the ranks to shard over: give one of them")
-    if not isinstance(process_group, torch.distributed.ProcessGroup):
-        raise TypeError(
-            "process_group should be one of torch.distributed's with this rank in it, as new_group() gives to its members, "
-            f"and is {process_group!r}"
-        )
-    members = torch.distributed.get_process_group_ranks(process_group)
-    check_reduced_by(reduced_by, members)
-    comm = current().comm
-    if (torch.distributed.get_rank(), torch.distributed.get_world_size()) != (comm.rank, comm.size):
-        raise ValueError(
-            f"this is rank {torch.distributed.get_rank()} of {torch.distributed.get_world_size()} in torch.distributed's "
-            f"default group and rank {comm.rank} of {comm.size} in the job: give a dear.Mesh as mesh"
-        )
-    return tuple(sorted(members))
-
-
-def _refuse_second(module: torch.nn.Module) -> None:
-    """Raise ``RuntimeError`` where another part of the same optimizer's parameters is sharded as a model of its own."""
-    if not has_unit(module) or unit_of(module).optimizer is not None:
-        return
-    model = outermost(module)
-    if unit_of(model).calls == 0 and current().registry.having([*model.parameters()]):
-        raise RuntimeError(
-            f"{unit_of(model).kind.__name__} is wrapped by itself, and an optimizer that trains it is distributed already, "
-            "with another part of the model: wrap the whole model in FullyShardedDataParallel, too"
-        )
 
 
 # - Small ones

@@ -11,7 +11,19 @@ import torch
 
 from overlap.optimizer.distributed import DistributedOptimizer
 
-__all__ = ["Root", "Unit", "has_unit", "outermost", "register", "root_of", "taken", "unit_of", "units_in", "unregister"]
+__all__ = [
+    "Root",
+    "Unit",
+    "has_unit",
+    "outermost",
+    "outermost_with",
+    "register",
+    "root_of",
+    "taken",
+    "unit_of",
+    "units_in",
+    "unregister",
+]
 
 _MODULES: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _ATTRIBUTE = "_fully_sharded"
@@ -30,6 +42,7 @@ class Unit:
     casts: bool = False  # inputs of forward to `param_dtype`
     threshold_mb: float | None = None  # of the outermost one: what only it has is cut into buckets of this size
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the outermost one: more of the optimizer's
+    options: Any = None  # of fairscale's wrapper around the module, if there is one: `fsdp.options.Options`
     rest: bool = False  # what a wrapper that comes later takes over
     root: Root | None = None
     calls: int = 0  # of the module, that are going on
@@ -106,6 +119,12 @@ def outermost(module: Any) -> torch.nn.Module:
     """The module around `module`, or itself, that is in no other module that was given to ``fully_shard()``."""
     around = [each for each in _MODULES if any(inner is module for inner in each.modules())]
     return max(around, key=lambda each: sum(1 for _ in each.modules()))
+
+
+def outermost_with(parameters: set[int]) -> list[torch.nn.Module]:
+    """The outermost modules of those units that have some of the `parameters`, which are ids."""
+    having = [each for each in _MODULES if any(id(one) in parameters for one in unit_of(each).parameters)]
+    return list(dict.fromkeys(outermost(each) for each in having))
 
 
 def root_of(module: Any) -> Root:

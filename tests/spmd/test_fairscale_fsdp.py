@@ -110,7 +110,16 @@ def _by_marks(model: Bert, **options: Any) -> Any:
         return FSDP(auto_wrap(model), **options)
 
 
-WAYS = (_by_hand, _whole, _by_size, _by_size_and_around, _parts_by_policy, _by_marks)
+def _by_parts(model: Bert, **options: Any) -> Any:
+    """The model itself is left as it is, and begins with a module that no wrapper is around: values have to be alike."""
+    with enable_wrap(wrapper_cls=FSDP, **options):
+        for number in (0, 2):
+            model.layers[number] = wrap(model.layers[number])
+        model.places = wrap(model.places)
+    return model
+
+
+WAYS = (_by_hand, _whole, _by_size, _by_size_and_around, _parts_by_policy, _by_marks, _by_parts)
 
 
 def _loss(model: Any, step: int, rank: int) -> torch.Tensor:
@@ -123,7 +132,7 @@ class _Twins:
 
     def __init__(self, way: Callable[..., Any] = _by_hand, first: bool = False, **options: Any) -> None:
         plain, self.alone = _bert(), _bert()
-        if dear.rank() > 0:  # rank 0's values count
+        if dear.rank() > 0 and way is not _by_parts:  # rank 0's values count
             for parameter in plain.parameters():
                 parameter.data.mul_(0.5)
         self.reference = Adam(self.alone.parameters())
@@ -261,11 +270,20 @@ def test_calls_of_the_outermost_wrapper_alone() -> None:
             call(twins.mine.layers[0])
 
 
-def test_two_wrapped_parts_of_a_plain_model_are_told_apart() -> None:
-    model = torch.nn.Sequential(FSDP(torch.nn.Linear(3, 3)), FSDP(torch.nn.Linear(3, 3)))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(RuntimeError, match="wrap the whole model in FullyShardedDataParallel"):
-        model(torch.ones(2, 3))
+def test_auto_wrap_leaves_nothing() -> None:
+    """The model is not wrapped, and what is left in it is sharded."""
+    twins = _Twins(_by_size)
+    assert not isinstance(twins.mine, FSDP)
+    twins.train(1)
+    assert all(bucket.sharded for bucket in twins.optimizer.buckets)
+    assert torch.isnan(twins.mine.scale).all() or SIZE == 1
+
+
+def test_wrapped_modules_that_nothing_holds_together_are_refused() -> None:
+    parts = [FSDP(torch.nn.Linear(3, 3)), FSDP(torch.nn.Linear(3, 3))]
+    optimizer = torch.optim.SGD([each for part in parts for each in part.parameters()], 0.1)
+    with pytest.raises(RuntimeError, match="trains Linear, Linear, which are wrapped and in no module together"):
+        parts[0](torch.ones(2, 3))
     del optimizer
 
 
