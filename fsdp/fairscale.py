@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from fsdp.local_state import consolidate, load_local, local_metadata, local_state
+from fsdp.module import meet_after_loading
 from fsdp.names import LEVEL, Told, cleaned, move_down, move_up
 from fsdp.options import Options
 from fsdp.parts import members, shard, train_together
@@ -287,9 +288,12 @@ class FullyShardedDataParallel(torch.nn.Module):
             copy._metadata = Told(told)
             state_dict = copy
         try:
-            return super().load_state_dict(state_dict, strict, assign)
+            found = super().load_state_dict(state_dict, strict, assign)
         except RuntimeError as error:  # names that do not fit, with the levels of wrappers
             raise RuntimeError(str(error).replace(f"{LEVEL}.", "")) from None
+        if has_unit(self.module):
+            meet_after_loading(self.module)
+        return found
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         move_down(state_dict, prefix)

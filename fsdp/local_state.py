@@ -131,6 +131,7 @@ def load_local(module: torch.nn.Module, state: Mapping[str, Any], strict: bool, 
             if mine is not None:
                 whole.update(_put(mine, own[mine], [found[rank] for rank in ranks]))
     module.load_state_dict({names[name]: value for name, value in whole.items()}, strict=False)
+    allgather_object(control, None)  # who looks at the model now asks the others for their shares
     return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 

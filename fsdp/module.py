@@ -15,7 +15,7 @@ from fsdp.first_pass import begin
 from fsdp.units import Root, Unit, attributes_of, outermost, root_of, unit_of, units_in
 from overlap.plan.plan import Residency
 
-__all__ = ["FSDPModule", "as_type", "register_fsdp_forward_method", "sharded_class"]
+__all__ = ["FSDPModule", "as_type", "meet_after_loading", "register_fsdp_forward_method", "sharded_class"]
 
 
 class FSDPModule(torch.nn.Module):
@@ -35,6 +35,12 @@ class FSDPModule(torch.nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are plain modules."""
         return copyreg._reconstructor, (unit_of(self).kind, object, None), attributes_of(self)  # type: ignore[attr-defined]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's. On every rank, which keeps its share, and returns when all have theirs."""
+        found = super().load_state_dict(*args, **kwargs)
+        meet_after_loading(self)
+        return found
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """With False, gradients of backward passes add up on this rank, whole; with True, the next pass reduces them."""
@@ -64,6 +70,13 @@ class FSDPModule(torch.nn.Module):
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[torch.nn.Module]) -> None:
         """Does nothing, as :meth:`set_modules_to_forward_prefetch`."""
+
+
+def meet_after_loading(module: Any) -> None:
+    """All ranks have loaded what they hold of `module`: who looks at it now asks the others for their shares."""
+    optimizer = unit_of(module).optimizer
+    if optimizer is not None and optimizer._engine.unsharder.stale and not optimizer._engine.unsharder.whole_now:
+        optimizer._engine.closing.meet("the end of model.load_state_dict()")
 
 
 # What torch has on its modules and this has not, and why, or what to do instead.
