@@ -271,12 +271,17 @@ def test_calls_of_the_outermost_wrapper_alone() -> None:
 
 
 def test_auto_wrap_leaves_nothing() -> None:
-    """The model is not wrapped, and what is left in it is sharded."""
-    twins = _Twins(_by_size)
-    assert not isinstance(twins.mine, FSDP)
-    twins.train(1)
-    assert all(bucket.sharded for bucket in twins.optimizer.buckets)
-    assert torch.isnan(twins.mine.scale).all() or SIZE == 1
+    """The model is not wrapped, and what is left in it is sharded, and has rank 0's values, from its first use on."""
+    torch.default_generator.manual_seed(dear.rank())
+    with enable_wrap():
+        model: Any = auto_wrap(torch.nn.Sequential(torch.nn.LayerNorm(3), torch.nn.Linear(3, 3)), _lines)
+    assert [isinstance(each, FSDP) for each in (model, *model)] == [False, False, True]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(2, 3) * dear.rank()).sum().backward()
+    optimizer.step()
+    assert all(torch.isnan(each).all() for each in model.parameters()) or SIZE == 1
+    for value in model.state_dict().values():
+        same_everywhere(value)
 
 
 def test_wrapped_modules_that_nothing_holds_together_are_refused() -> None:
