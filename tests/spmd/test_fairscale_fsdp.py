@@ -275,9 +275,12 @@ def test_auto_wrap_leaves_nothing() -> None:
     torch.default_generator.manual_seed(dear.rank())
     with enable_wrap():
         model: Any = auto_wrap(torch.nn.Sequential(torch.nn.LayerNorm(3), torch.nn.Linear(3, 3)), _lines)
+    model[0].weight.data.fill_(1.0 + dear.rank())
     assert [isinstance(each, FSDP) for each in (model, *model)] == [False, False, True]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model(torch.ones(2, 3) * dear.rank()).sum().backward()
+    output = model(torch.arange(3.0))
+    same_everywhere(output.detach())
+    output.sum().backward()
     optimizer.step()
     assert all(torch.isnan(each).all() for each in model.parameters()) or SIZE == 1
     for value in model.state_dict().values():
