@@ -119,8 +119,10 @@ def _strategy(
     stay = {id(each) for unit in units if unit.stays for each in unit.parameters}
     numbers = [number for number, each in enumerate(_trained(optimizer)) if each in stay]
     shard_group = groups if len(groups) > 1 else None
-    dtype = _one(units, "param_dtype")
-    return automatic(optimizer, arguments, stay=numbers, param_dtype=dtype, shard_group=shard_group)
+    dtype, threshold_mb = _one(units, "param_dtype"), units[0].threshold_mb
+    found = automatic(optimizer, arguments, threshold_mb, stay=numbers, param_dtype=dtype, shard_group=shard_group)
+    found.two_level = units[0].two_level
+    return found
 
 
 def _arguments(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> SharedArguments:
@@ -132,6 +134,7 @@ def _arguments(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> Share
         compression=WIRES[wire],
         elementwise=_promise(units, "elementwise"),
         per_parameter=_promise(units, "per_parameter"),
+        **units[0].arguments,
     )
 
 

@@ -133,6 +133,8 @@ def _groups_of(mesh: Any) -> tuple[tuple[tuple[int, ...], ...], bool]:
     """
     if mesh is None:
         return (tuple(range(current().comm.size)),), False
+    if isinstance(mesh, tuple):  # groups of ranks of the job, from `FullyShardedDataParallel`
+        return mesh, False
     shape = tuple(mesh.shape.values()) if isinstance(mesh, Mesh) else tuple(mesh.mesh.shape)
     if len(shape) not in (1, 2):
         raise ValueError(

@@ -38,7 +38,7 @@ class FSDPModule(torch.nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are plain modules."""
-        return copyreg.__newobj__, (unit_of(self).kind,), attributes_of(self)  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (unit_of(self).kind, object, None), attributes_of(self)  # type: ignore[attr-defined]
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """With False, gradients of backward passes add up on this rank, whole; with True, the next pass reduces them."""

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from overlap.job.groups import ShardGroups
+from overlap.job.session import current
 from overlap.optimizer.distributed import DistributedOptimizer
 
-__all__ = ["Root", "Unit", "has_unit", "outermost", "register", "root_of", "taken", "unit_of", "units_in"]
+__all__ = [
+    "Root",
+    "Unit",
+    "has_unit",
+    "outermost",
+    "outermost_with",
+    "register",
+    "root_of",
+    "taken",
+    "unit_of",
+    "units_in",
+    "unregister",
+]
 
 _MODULES: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _ATTRIBUTE = "_fully_sharded"
@@ -31,8 +45,28 @@ class Unit:
     casts: bool = False  # inputs of forward to `param_dtype`
     elementwise: bool | None = None  # promises about the optimizer …
     per_parameter: bool | None = None  # … of all units of the model
+    threshold_mb: float | None = None  # of the outermost one: what only it has is cut into buckets of this size
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the outermost one: more of the optimizer's
+    two_level: ShardGroups = None  # of the outermost one: see `overlap.job.groups`
+    options: Any = None  # of fairscale's wrapper around the module, if there is one: `fsdp.options.Options`
+    rest: bool = False  # what a wrapper that comes later takes over
     root: Root | None = None
     calls: int = 0  # of the module, that are going on
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks over which gradients are averaged, in ascending order."""
+        return tuple(sorted(rank for group in self.groups for rank in group))
+
+    @property
+    def sharers(self) -> tuple[int, ...]:
+        """Those of them among which this rank's group divides parameters."""
+        return next(group for group in self.groups if current().comm.rank in group)
+
+    @property
+    def optimizer(self) -> DistributedOptimizer | None:
+        """The only one of the :attr:`optimizers`, or None."""
+        return self.optimizers[0] if len(self.optimizers) == 1 else None
 
     @property
     def optimizers(self) -> list[DistributedOptimizer]:
@@ -71,6 +105,13 @@ def register(module: torch.nn.Module, unit: Unit) -> None:
     _MODULES.add(module)
 
 
+def unregister(module: torch.nn.Module) -> None:
+    """Forget what was noted of `module`, which is of its own class again."""
+    module.__class__ = unit_of(module).kind
+    del module.__dict__[_ATTRIBUTE]
+    _MODULES.discard(module)
+
+
 def attributes_of(module: Any) -> dict[str, Any]:
     """The attributes of `module`, without what was noted."""
     return {name: value for name, value in vars(module).items() if name != _ATTRIBUTE}
@@ -106,6 +147,12 @@ def outermost(module: Any) -> torch.nn.Module:
     """The module around `module`, or itself, that is in no other module that was given to ``fully_shard()``."""
     around = [each for each in _MODULES if any(inner is module for inner in each.modules())]
     return max(around, key=lambda each: sum(1 for _ in each.modules()))
+
+
+def outermost_with(parameters: set[int]) -> list[torch.nn.Module]:
+    """The outermost modules of those units that have some of the `parameters`, which are ids."""
+    having = [each for each in _MODULES if any(id(one) in parameters for one in unit_of(each).parameters)]
+    return list(dict.fromkeys(outermost(each) for each in having))
 
 
 def root_of(module: Any) -> Root:

@@ -9,7 +9,7 @@ __all__ = ["NOT_HERE", "refuse_fairscales_names"]
 
 _FSDP = (
     "oss has no FullyShardedDataParallel: every rank keeps all parameters, and OSS with ShardedDataParallel splits the "
-    "optimizer's state; torch has fully_shard in torch.distributed.fsdp"
+    "optimizer's state; fsdp has it, as fsdp.FullyShardedDataParallel"
 )
 _PIPE = "oss has no pipeline parallelism; torch has it in torch.distributed.pipelining"
 _TENSORS = "oss has no model parallelism within layers; torch has it in torch.distributed.tensor.parallel"
@@ -21,8 +21,8 @@ NOT_HERE: Mapping[str, str] = {
     "PipeRPCWrapper": _PIPE,
     "model_parallel": _TENSORS,
     "nn": "oss has no nn, and nothing is nested here: ShardedDataParallel and checkpoint_wrapper are names of oss itself. "
-    "Instead of fairscale's FullyShardedDataParallel, Pipe and model_parallel torch has torch.distributed.fsdp, "
-    ".pipelining and .tensor.parallel",
+    "fsdp has fairscale's FullyShardedDataParallel; for Pipe and model_parallel torch has torch.distributed.pipelining "
+    "and .tensor.parallel",
     "optim": "oss has no optim: OSS and ShardedGradScaler are names of oss itself",
     "AdaScale": "oss has no AdaScale: scale the learning rate in the script",
 }

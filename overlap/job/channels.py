@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import comm_core
+from overlap.job.levels import Levels
 from overlap.transport.communicator import Communicator
 from overlap.transport.native import NativeCommunicator
 from overlap.transport.objects import allgather_object
@@ -33,7 +34,7 @@ def even(colors: Sequence[int], committed: Sequence[int]) -> bool:
 class _Leased:
     channel: Communicator
     colors: tuple[int, ...]  # by rank: it connects those of this rank's colour; none for all
-    groups: tuple[tuple[int, ...], ...]  # within which it has shards; none: they are divided among all of its ranks
+    levels: Levels | None  # groups of ranks that it knows
     owner: str | None = None  # None is free
 
 
@@ -72,18 +73,18 @@ class Channels:
             channel = self._by_purpose[purpose] = self._make()
         return channel
 
-    def lease(self, count: int, colors: Sequence[int] = (), groups: Sequence[Sequence[int]] = ()) -> list[Communicator]:
+    def lease(self, count: int, colors: Sequence[int] = (), levels: Levels | None = None) -> list[Communicator]:
         """Lease channels that nobody uses; on every rank.
 
         :meth:`hold` says whose they are, until all ranks have dropped that owner.
 
-        They connect all ranks, or those of one colour, by the `colors` of all ranks. With `groups`, they connect all, and
-        are :meth:`.Communicator.hybrid`. Leased twice before they are held they are the same.
+        They connect all ranks, or those of one colour, by the `colors` of all ranks. With `levels`, they connect all, and
+        know these groups. Leased twice before they are held they are the same.
 
         Where one rank has issued more than another, because a backward pass was broken off or a thread is not done yet,
         they are not used again: the next owner's operations would meet the last one's.
         """
-        wanted = tuple(colors), tuple(map(tuple, groups))
+        wanted = tuple(colors), levels
         if len(self._leased) >= _MANY and self._count_free(self._abandoned(), wanted) < count:
             gc.collect()  # optimizers die in cycles: schedulers replace their step()
         answers = allgather_object(
@@ -98,7 +99,7 @@ class Channels:
                 for leased in mine:
                     leased.owner = None
         free = [
-            each for each in self._leased if each.owner is None and each in fit and (each.colors, each.groups) == wanted
+            each for each in self._leased if each.owner is None and each in fit and (each.colors, each.levels) == wanted
         ]
         while len(free) < count:
             free.append(_Leased(self._make(*wanted), *wanted))
@@ -106,7 +107,7 @@ class Channels:
         return [leased.channel for leased in free[:count]]
 
     def _count_free(self, dropped: set[str], wanted: tuple[Any, Any]) -> int:
-        alike = (each for each in self._leased if (each.colors, each.groups) == wanted)
+        alike = (each for each in self._leased if (each.colors, each.levels) == wanted)
         return sum(each.owner is None or each.owner in dropped for each in alike)
 
     def hold(self, channels: Sequence[Communicator], owner: str) -> None:
@@ -115,11 +116,11 @@ class Channels:
             if any(leased.channel is mine for mine in channels):
                 leased.owner = owner
 
-    def _make(self, colors: Sequence[int] = (), groups: Sequence[Sequence[int]] = ()) -> Communicator:
+    def _make(self, colors: Sequence[int] = (), levels: Levels | None = None) -> Communicator:
         """Without `colors`, of all ranks."""
         rank = self._control.rank
-        if groups:
-            channel: Communicator = self._control.hybrid(groups)
+        if levels is not None:
+            channel = levels.over(self._control)
             self._watch(channel)
             return channel
         alone = len(set(colors)) == len(colors) > 1  # every rank is

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
+from overlap.job.levels import Levels
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import Session
+from overlap.job.two_levels import between_hosts
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
 
@@ -63,16 +65,24 @@ class Membership:
 
 
 def membership(
-    session: Session, process_set: ProcessSet, *, sharding: bool, lanes: int = 1, shard_group: ShardGroups = None
+    session: Session,
+    process_set: ProcessSet,
+    *,
+    sharding: bool,
+    lanes: int = 1,
+    shard_group: ShardGroups = None,
+    two_level: ShardGroups = None,
 ) -> Membership:
     """The communicators for an optimizer over `process_set`. On every rank of the job, with its own set or the same.
 
-    `lanes` of each kind. A rank outside of the set it gives trains alone. Raises ``ValueError`` for a set that is not
-    registered, and for `shard_group` that do not divide its ranks.
+    `lanes` of each kind. A rank outside of the set it gives trains alone. With a `shard_group`, shards are divided within
+    groups. `two_level`: operations go in two levels, within these groups and between them; None: as
+    `overlap.job.two_levels` decides for all ranks of the job. Raises ``ValueError`` for a set that is not registered, and for groups that do not
+    divide its ranks.
     """
     if shard_group is None or not sharding:
-        return _members(session, process_set, sharding=sharding, lanes=lanes)
-    return _in_groups(session, _members(session, process_set, sharding=False), shard_group, lanes)
+        return _members(session, process_set, sharding=sharding, lanes=lanes, two_level=two_level)
+    return _in_groups(session, process_set, shard_group, lanes)
 
 
 def divided(
@@ -110,33 +120,31 @@ def divided(
     return tuple(tuple(sorted(group)) for group in groups)  # shards are in the order of ranks
 
 
-def _in_groups(session: Session, members: Membership, wish: ShardGroups, lanes: int) -> Membership:
-    """`members` whose shards are divided within groups of them. On every rank of the job."""
-    groups = _agreed(session, members, wish)
+def _in_groups(session: Session, process_set: ProcessSet, wish: ShardGroups, lanes: int) -> Membership:
+    """Members whose shards are divided within groups of them. On every rank of the job."""
+    members = _members(session, process_set, sharding=False)
+    groups = _agreed(session, members.ranks, wish)
     mine = next(group for group in groups if session.comm.rank in group)
     if len(members.ranks) == session.comm.size:
         numbers = {rank: number for number, group in enumerate(groups) for rank in group}
-        reductions = session.channels.lease(lanes, groups=groups)
+        reductions = session.channels.lease(lanes, levels=Levels("hybrid", groups))
         *gathers, inside = session.channels.lease(lanes + 1, [numbers[rank] for rank in members.ranks])
     else:
-        place = {rank: place for place, rank in enumerate(members.ranks)}
-        places = [[place[rank] for rank in group] for group in groups]
-        reductions = [members.comm.hybrid(places) for _ in range(lanes)]
+        color = process_set.process_set_id if len(members.ranks) > 1 else None
+        levels = Levels("hybrid", _places(members.ranks, groups))
+        reductions = [_subset(session, color, levels) for _ in range(lanes)]
         *gathers, inside = (session.subset(mine[0] if len(mine) > 1 else None) for _ in range(lanes + 1))
-        for each in reductions:
-            session.watchdog.watch(each)
-            session.adopt(each)
     comm = members.comm
     return replace(members, reductions=tuple(reductions), gathers=tuple(gathers), groups=Groups(comm, inside, mine))
 
 
-def _agreed(session: Session, members: Membership, wish: ShardGroups) -> tuple[tuple[int, ...], ...]:
-    """The groups of the members; raises on every rank of the job what one finds wrong with its own."""
+def _agreed(session: Session, ranks: Sequence[int], wish: ShardGroups) -> tuple[tuple[int, ...], ...]:
+    """The groups of `ranks` of the job; raises on every rank of the job what one finds wrong with its own."""
     groups: tuple[tuple[int, ...], ...] = ((session.comm.rank,),)
     why = ""
     try:
-        if len(members.ranks) > 1:
-            groups = divided(members.ranks, wish, session.hosts)
+        if len(ranks) > 1:
+            groups = divided(ranks, wish, session.hosts)
     except ValueError as error:
         why = str(error)
     found = [each for each in allgather_object(session.control, why) if each]
@@ -145,23 +153,52 @@ def _agreed(session: Session, members: Membership, wish: ShardGroups) -> tuple[t
     return groups
 
 
-def _members(session: Session, process_set: ProcessSet, *, sharding: bool, lanes: int = 1) -> Membership:
+def _members(
+    session: Session, process_set: ProcessSet, *, sharding: bool, lanes: int = 1, two_level: ShardGroups = None
+) -> Membership:
     number = process_set.process_set_id
     if process_set is global_process_set or number == 0:
+        ranks = tuple(range(session.comm.size))
+        levels = between_hosts(session) if two_level is None else _two_levels(_agreed(session, ranks, two_level))
         # All-gathers have a channel of their own: whoever waits for a reduction is not behind them.
-        *data, calls = session.channels.lease((2 * lanes if sharding else 1) + 1)
+        count = 2 * lanes if sharding else 1
+        if levels is None:
+            *data, calls = session.channels.lease(count + 1)
+        else:
+            (calls,), data = session.channels.lease(1), session.channels.lease(count, levels=levels)
         reductions, gathers = (data[:lanes], data[lanes:]) if sharding else (data, data)
-        return Membership(tuple(reductions), tuple(gathers), calls, tuple(range(session.comm.size)), calls)
+        return Membership(tuple(reductions), tuple(gathers), calls, ranks, calls)
     if number is None:
         raise ValueError(f"{process_set} is not registered: pass it to init(process_sets=…) or to add_process_set()")
     mine = process_set.ranks if process_set.included() and process_set.ranks is not None else [session.comm.rank]
     color = number if process_set.included() else None
     calls = session.subset(color)
+    levels = None if two_level is None else _two_levels(_places(mine, _agreed(session, mine, two_level)))
     if not sharding:
-        one = (session.subset(color),)
+        one = (_subset(session, color, levels),)
         return Membership(one, one, calls, tuple(mine), calls)
-    halves = [tuple(session.subset(color) for _ in range(lanes)) for _ in range(2)]
+    halves = [tuple(_subset(session, color, levels) for _ in range(lanes)) for _ in range(2)]
     return Membership(halves[0], halves[1], calls, tuple(mine), calls)
+
+
+def _two_levels(groups: tuple[tuple[int, ...], ...]) -> Levels | None:
+    return Levels("two_level", groups) if len(groups) > 1 and len(groups[0]) > 1 else None
+
+
+def _places(ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """The `groups` of `ranks` of the job, by their places among these."""
+    place = {rank: place for place, rank in enumerate(ranks)}
+    return tuple(tuple(place[rank] for rank in group) for group in groups)
+
+
+def _subset(session: Session, color: int | None, levels: Levels | None) -> Communicator:
+    comm = session.subset(color)
+    if levels is None:
+        return comm
+    comm = levels.over(comm)
+    session.watchdog.watch(comm)
+    session.adopt(comm)
+    return comm
 
 
 def beside(session: Session, process_set: ProcessSet) -> Communicator:

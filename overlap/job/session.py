@@ -63,6 +63,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from overlap.job.default_group import DefaultGroup
+    from overlap.job.levels import Levels
 
 if torch.distributed.is_available():
     # Its functions keep the default process group that they find when they are imported, as a default argument, and the
@@ -102,6 +103,7 @@ class Session:
         self.hosts = tuple(
             tuple(r for r, host in enumerate(hosts) if host == name) for name in leaders
         )  # ranks, by host
+        self.levels: tuple[Levels | None] | None = None  # decided once, see `overlap.job.two_levels`
         self.poison = self.settings.poison
         # Ranks meet here at the end, wherever each of them stands in the order of the collectives.
         self.control = _duplicate(comm)

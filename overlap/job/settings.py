@@ -58,6 +58,8 @@ class Settings:
     """``DEAR_TCP_SOCKETS``: connections between two ranks of different hosts; 0: see `overlap.transport.tcp`."""
     cuda_transport: str = "auto"
     """``DEAR_CUDA_TRANSPORT``: one of :data:`CUDA_TRANSPORTS`; see `overlap.transport.cuda.route`."""
+    two_level: str = "auto"
+    """``DEAR_TWO_LEVEL``: 1, 0 or auto; see `overlap.job.two_levels`."""
     partition_mb: float | None = None
     """``BYTESCHEDULER_PARTITION``, in elements of 4 bytes: where ``partition_mb`` is not given."""
     credit_mb: float | None = None
@@ -115,6 +117,10 @@ def _wire(text: str) -> str:
     return {name: name for name in TRANSPORTS}[text.lower()]
 
 
+def _levels(text: str) -> str:
+    return {name: name for name in ("auto", "0", "1")}[text.lower()]
+
+
 def _backend(text: str) -> str:
     return Launcher(text).value
 
@@ -127,6 +133,7 @@ _ACCEPTED: dict[Callable[[str], Any], str] = {
     _switch: "0 or 1",
     _level: f"one of {', '.join(LOG_LEVELS)}",
     _transport: f"one of {', '.join(CUDA_TRANSPORTS)}",
+    _levels: "0, 1 or auto",
     _wire: f"one of {', '.join(TRANSPORTS)}",
     _backend: f"one of {', '.join(launcher.value for launcher in Launcher)}",
 }
@@ -154,6 +161,7 @@ _VARIABLES: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
     "timeline_mark_cycles": (_switch, ("DEAR_TIMELINE_MARK_CYCLES", "HOROVOD_TIMELINE_MARK_CYCLES")),
     "timeline_max_mb": (_number, ("DEAR_TIMELINE_MAX_MB",)),
     "check_every": (_count, ("DEAR_CHECK_EVERY",)),
+    "two_level": (_levels, ("DEAR_TWO_LEVEL",)),
     "keep_going": (_switch, ("DEAR_KEEP_GOING",)),
     "transport": (_wire, ("DEAR_TRANSPORT",)),
     "tcp_sockets": (_count, ("DEAR_TCP_SOCKETS",)),

@@ -139,6 +139,7 @@ def build(
             sharding=updates.in_shards,
             lanes=strategy.lanes,
             shard_group=strategy.shard_group,
+            two_level=strategy.two_level,
         )
     if not everybody:
         agree_on_terms(hosts.comm, terms)

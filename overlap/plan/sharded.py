@@ -59,6 +59,7 @@ class Sharded(Strategy):
             "gather_dtype": self.gather_dtype,
             "param_dtype": self.param_dtype,
             "shard_group": self.shard_group,
+            "two_level": self.two_level,
         }
 
     def residency(self, spec: BucketSpec) -> Residency:

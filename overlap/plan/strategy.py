@@ -59,6 +59,7 @@ class Strategy(ABC):
     learns: bool = True  # plans after the first iteration; else when it is made, from the order of the model's modules
     whole_mb: float | None = None  # of freed buckets, how much may be whole beside what is used; None: four of them
     shard_group: ShardGroups = None  # among which ranks shards are divided, see `overlap.job.groups`
+    two_level: ShardGroups = None  # within which groups, and between them, operations go; None: as the job decides
     looks: bool = (
         False  # at its steps while training goes on, and may change buckets: see `overlap.features.replanning`
     )

@@ -46,6 +46,11 @@ class WholeParameters:
         finally:
             self._stand_in = before
 
+    @property
+    def stands_in(self) -> bool:
+        """Whether this is inside :meth:`replaced`."""
+        return self._stand_in is not None
+
     def attach(self, modules: Iterable[torch.nn.Module], slots: Iterable[Slot]) -> None:
         """Set hooks on those `modules` that have parameters of `slots`, freed now or later. May be repeated."""
         by_parameter = {id(slot.param): slot for slot in slots}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.mutations import calls, co2, core, device, health, launch, oss, plan, state, transport
+from tests.mutations import calls, co2, core, device, fsdp, health, launch, oss, plan, state, transport
 from tests.mutations.mutation import Mutation
 
 __all__ = ["TABLES"]
@@ -14,6 +14,7 @@ TABLES: dict[str, Sequence[Mutation]] = {
     "co2": co2.MUTATIONS,
     "core": core.MUTATIONS,
     "device": device.MUTATIONS,
+    "fsdp": fsdp.MUTATIONS,
     "health": health.MUTATIONS,
     "launch": launch.MUTATIONS,
     "oss": oss.MUTATIONS,

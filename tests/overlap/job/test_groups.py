@@ -17,8 +17,8 @@ def _session(rank: int = 1, size: int = 4) -> Any:
     def make(color: object) -> Any:
         return SimpleNamespace(color=color)
 
-    channels = SimpleNamespace(lease=lambda count: [make("all") for _ in range(count)])
-    return SimpleNamespace(channels=channels, subset=make, comm=SimpleNamespace(rank=rank, size=size))
+    channels = SimpleNamespace(lease=lambda count, levels=None: [make("all") for _ in range(count)])
+    return SimpleNamespace(channels=channels, subset=make, comm=SimpleNamespace(rank=rank, size=size), levels=(None,))
 
 
 def _set(me: int, *ranks: int) -> ProcessSet:
