@@ -77,8 +77,8 @@ def membership(
 
     `lanes` of each kind. A rank outside of the set it gives trains alone. With a `shard_group`, shards are divided within
     groups. `two_level`: operations go in two levels, within these groups and between them; None: as
-    `overlap.job.two_levels` decides for all ranks of the job. Raises ``ValueError`` for a set that is not registered, and for groups that do not
-    divide its ranks.
+    `overlap.job.two_levels` decides for all ranks of the job. Raises ``ValueError`` for a set that is not registered, and
+    for groups that do not divide its ranks.
     """
     if shard_group is None or not sharding:
         return _members(session, process_set, sharding=sharding, lanes=lanes, two_level=two_level)
