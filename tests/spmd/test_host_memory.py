@@ -21,4 +21,5 @@ def test_what_a_rank_writes_its_host_reads() -> None:
     assert shared.tolist() == [float(rank + 1) for rank in range(memory.comm.size) for _ in range(3)]
     dear.barrier()
     assert not list(Path("/dev/shm").glob("dear-*")), "no name is left behind"
+    dear.barrier()
     assert memory.zeros(0, torch.uint8).numel() == 0
