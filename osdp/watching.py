@@ -164,6 +164,9 @@ class Watching:
             self._take_over((Residency.FREED,) * len(self._buckets))
         if phase is Phase.MEASURE:
             self._times, self._laps = LayerTimes(self._model), []
+            optimizer = None if self._mine is None else self._mine()
+            if optimizer is not None:
+                weakref.finalize(optimizer, self._times.remove)  # the model may stay
         self._phase, self._steps, self._marks = phase, 0, [time.perf_counter()]
         self._in_passes = self._in_step = 0
 

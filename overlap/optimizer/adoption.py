@@ -56,7 +56,10 @@ def refuse_strangers(taken: Callable[[], set[int]]) -> None:
 
 def _refuse_stranger(taken: Callable[[], set[int]], optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     """Raise ``RuntimeError`` where `optimizer` is a plain one, made later, of parameters that are sharded."""
-    if not isinstance(optimizer, DistributedOptimizer) and not taken().isdisjoint(map(id, _parameters_of(optimizer))):
+    mine = (
+        id(param) for group in optimizer.param_groups for param in listed(group["params"])
+    )  # of others' wrappers, too
+    if not isinstance(optimizer, DistributedOptimizer) and not taken().isdisjoint(mine):
         raise RuntimeError(
             f"{type(optimizer).__name__}.step(): parameters of this optimizer are sharded already, with what their "
             "model's first training pass has found. Make all optimizers before that pass, and use those; "

@@ -232,6 +232,14 @@ KINDS: Mapping[str, _Kind] = {
     "policy": _TEXT,
     "process_set": ("a ProcessSet", lambda value: isinstance(value, ProcessSet)),
     "profile_steps": _WHOLE,
+    "shard_group": _or_none(
+        (
+            "a number of ranks, 'host' or groups of ranks",
+            lambda value: (
+                _is_whole(value) or value == "host" or (isinstance(value, Sequence) and not isinstance(value, str))
+            ),
+        )
+    ),
     "sparse_as_dense": _FLAG,
     "sync_start": _FLAG,
     "threshold_mb": _or_none(("a number of MB, 'auto'", lambda value: _is_number(value) or isinstance(value, str))),

@@ -18,7 +18,7 @@ from overlap.horovod.controller.enqueue import runtime
 from overlap.transport.objects import SignatureMismatch
 from tests.spmd.models import double_model
 from tests.spmd.strategies import OPTIMIZERS, WRAP
-from tests.spmd.training import assert_close, local_loss, values_of
+from tests.spmd.training import assert_close, local_loss, same_everywhere, values_of
 from tests.spmd_plugin import SIZE
 
 TENSOR = 2 if SIZE == 4 else 1  # 2 × 2 of four ranks; all are along "data" elsewhere
@@ -311,17 +311,17 @@ def test_fully_shard_takes_an_axis(kind: str, reshard: bool | int | None) -> Non
     assert numel / DATA - len(optimizer.buckets) <= held <= 1.1 * numel / DATA + len(optimizer.buckets)
 
 
-def test_fully_shard_takes_a_mesh_of_one_axis_and_no_other() -> None:
-    model = fsdp.fully_shard(torch.nn.Linear(9, 9), mesh=dear.Mesh(ranks=-1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model(torch.ones(1, 9)).sum().backward()
-    optimizer.step()
-    meshes: list[Any] = [_mesh()] if SIZE == 1 else [_mesh(), _mesh().device_mesh()]
-    for mesh in meshes:
-        with pytest.raises(
-            NotImplementedError, match=rf"shape \({DATA}, {TENSOR}\), and .* along one axis: give that one"
-        ):
-            fsdp.fully_shard(torch.nn.Linear(9, 9), mesh=mesh)
+def test_fully_shard_takes_a_mesh_of_one_axis_or_of_two() -> None:
+    for mesh in (dear.Mesh(ranks=-1), _mesh()):
+        model = fsdp.fully_shard(torch.nn.Linear(9, 9), mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(1, 9)).sum().backward()
+        optimizer.step()
+        same_everywhere(model.state_dict()["weight"])
+    with pytest.raises(
+        ValueError, match=r"shape \(\d, 1, 1\): parameters are sharded along one axis, and may be replicated"
+    ):
+        fsdp.fully_shard(torch.nn.Linear(9, 9), mesh=dear.Mesh(data=-1, tensor=1, pipeline=1))
 
 
 @SEVERAL

@@ -46,6 +46,7 @@ WRONG: list[tuple[str, Any]] = [
     *(("layerwise_times", value) for value in (3, [("a", 0.1)])),
     *((name, value) for name in ("policy", "exclude_parts", "outer") for value in (None, 3)),
     ("groups", True),
+    *(("shard_group", value) for value in (True, 1.5, "rack")),
     *(("fsdp_plan", value) for value in ("own", 3)),
     *(("all_reduced", value) for value in (None, "half", True)),
     *((name, value) for name in ("fragments", "overlap_steps", "top_k") for value in (None, 1.5, True, "2")),
