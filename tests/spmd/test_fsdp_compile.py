@@ -194,6 +194,7 @@ def test_parameters_of_16_bits() -> None:
 
 
 @pytest.mark.skipif(not OVER_MPI or SIZE > 2, reason="takes long, and ranks compile alike")
+@pytest.mark.full
 def test_inductor() -> None:
     actual, graphs = _train(_in_place, "inductor", units=True, evaluates=False)
     assert set(graphs) == {1}, f"compiled again: {graphs}"
