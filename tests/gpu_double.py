@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import gc
 import re
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,8 +34,11 @@ DTYPES = {
 }
 
 
-def build(folder: Path) -> Path:
-    """Compile the double; a library that stands for libcuda and libnccl both."""
+@functools.cache
+def build() -> Path:
+    """Compile the double; a library that stands for libcuda and libnccl both. A process loads one."""
+    folder = Path(tempfile.mkdtemp(prefix="gpu-double-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / "libgpu_double.so"
     source = ROOT / "tests" / "cpp" / "gpu_double" / "gpu_double.cpp"
     command = [compiler(), "-std=c++20", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", str(source)]

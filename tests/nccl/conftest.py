@@ -11,8 +11,8 @@ from tests.gpu_double import Double, build
 
 
 @pytest.fixture(scope="session")
-def double(tmp_path_factory: pytest.TempPathFactory) -> Double:
-    return Double(build(tmp_path_factory.mktemp("double")))
+def double() -> Double:
+    return Double(build())
 
 
 @pytest.fixture
