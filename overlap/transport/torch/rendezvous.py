@@ -30,6 +30,7 @@ _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 _CONNECT = datetime.timedelta(minutes=2)  # for ranks that have all arrived at the store
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.5  # between two looks at whether all have come
 _TELL_SECONDS = 1.0
+_RETRY_SECONDS = 10.0
 _PATIENCE = datetime.timedelta(minutes=5)
 
 
@@ -45,10 +46,18 @@ def join_world(
 
     The interface is named to gloo until what is returned is restored. `awaited` hears of the ranks that have not come.
     """
-    store, rank, size = next(rendezvous(init_method, rank, size))
     attempt = os.environ.get(_ATTEMPT)
     corner = f"dear/session-{session}" if attempt is None else f"dear/attempt-{attempt}/session-{session}"
-    _await_all(PrefixStore(f"{corner}/arrived", store), rank, size, awaited)
+    retry_until = time.monotonic() + _RETRY_SECONDS if init_method.startswith("tcp:") and rank != 0 else 0.0
+    while True:
+        store, rank, size = next(rendezvous(init_method, rank, size))
+        try:
+            _await_all(PrefixStore(f"{corner}/arrived", store), rank, size, awaited)
+            break
+        except dist.DistError:  # it was the store of the last session, which rank 0 has just closed
+            if time.monotonic() > retry_until:
+                raise
+            time.sleep(_PAUSE_SECONDS)
     named = name_interface(PrefixStore(f"{corner}/interfaces", store), rank, size)
     try:
         with connecting():
