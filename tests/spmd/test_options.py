@@ -114,7 +114,9 @@ def test_a_size_may_be_infinite_and_is_a_number(package: Any, size: str) -> None
     assert_close(_three_steps(Run(model, distributed, dear.rank(), dear.size()), 1.0), _alone(1.0), size)
 
 
-@pytest.mark.parametrize("strategy", WRAP)
+@pytest.mark.parametrize(
+    "strategy", [name for name in WRAP if not name.endswith("groups")]
+)  # which round once in each level
 @pytest.mark.parametrize("compression", [FP16Compressor, BF16Compressor])
 def test_narrow_wires_sum_in_fp32_and_round_once(compression: Any, strategy: str) -> None:
     """Bit for bit, at every number of ranks: gradients are narrowed, summed in fp32 in rank order, averaged, rounded."""
