@@ -1,9 +1,9 @@
 # `make test` on a fresh machine sets everything up first.
-PYTHON_PACKAGES = comm_core overlap dearrun dear wfbp mgwfbp bytescheduler_adapter oss fsdp osdp co2 bench
+PYTHON_PACKAGES = comm_core overlap dearrun dear wfbp mgwfbp bytescheduler_adapter oss fsdp osdp co2 pipe model_parallel bench
 CPP = $(shell find comm_core -name '*.hpp' -o -name '*.cpp')
 BIN = .venv/bin
 
-.PHONY: docs docs-serve help setup setup-tests build test test-all test-newest test-rest test-beside mutations test-1 test-2 test-4 test-slow sanitize wheel lint format ci bench horovod compare-horovod clean
+.PHONY: docs docs-serve help setup setup-tests build test test-all test-newest test-rest test-beside mutations test-1 test-2 test-4 test-slow sanitize wheel lint format ci bench horovod compare-horovod claims clean
 help: ## show the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -17,7 +17,7 @@ build: setup ## the same: setup builds comm_core when its sources changed
 
 PYTEST = $(BIN)/python -m pytest tests -n 3 --dist worksteal
 
-test: setup-tests ## run the fast tier, five minutes on two fast idle cores: every promise, for three strategies
+test: setup-tests ## run the fast tier, ten minutes on two fast idle cores: every promise, for three strategies
 	@DEAR_TESTS=fast $(PYTEST)
 
 test-all: setup-tests ## run all tests: every strategy by every model, option and number of ranks; then test-newest
@@ -82,6 +82,10 @@ horovod: setup ## build Horovod 0.28.1, a baseline of the benchmarks (minutes; o
 
 compare-horovod: setup ## run the same calls and scripts under Horovod and ours (minutes; `make horovod` first)
 	@$(BIN)/python -m tests.compare_horovod $(if $(package),--package $(package))
+
+claims: setup ## measure again what the pages claim (hours, as root); list=1 shows it, only=README.md:108 is one of them
+	@$(BIN)/python -m bench.claims.repeat $(if $(list),--list) $(if $(only),--only "$(only)") $(if $(repeats),--repeats $(repeats)) \
+		$(if $(busy),--busy)
 
 clean: ## remove what setup made
 	rm -rf .venv .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache

@@ -5,7 +5,8 @@
     python benchmarks.py configs/sweeps/paper-fusion.toml --only model=resnet50 --only workers=2
     python benchmarks.py --report                           report what is there, run nothing
 
-A sweep that was stopped goes on where it stopped; results of another commit, torch or DEAR_*, HOROVOD_*, … variables are
+Each run waits until other processes leave the machine alone, and says how busy its cores were. A sweep that was stopped
+goes on where it stopped; results of another commit, torch or DEAR_*, HOROVOD_*, … variables are
 measured again. Failed runs are tried again, now and at the next start.
 """
 
@@ -14,9 +15,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
-from bench.program import ROOT, end_in_order
+from bench.program import ROOT, at_least, end_in_order
 from bench.sweep.bars import judge
 from bench.sweep.failures import Failures
 from bench.sweep.journal import Journal, Occupied, alone
@@ -25,6 +27,7 @@ from bench.sweep.report import write
 from bench.sweep.runner import run_all
 from bench.sweep.summary import group
 from bench.sweep.table import Sweep, read, select
+from bench.train.cores import Busy, look
 from bench.train.origin import UNCOMMITTED, today
 
 DEFAULT = ROOT / "configs" / "sweeps" / "default.toml"
@@ -32,15 +35,16 @@ DEFAULT = ROOT / "configs" / "sweeps" / "default.toml"
 
 def report(sweep: Sweep, journal: Journal, failures: Failures, folder: Path, check_bars: bool) -> int:
     """Write the report, say where it is and what it judges; 1 where a run failed, or a bar did that should be checked."""
-    results = [result for result in map(journal.get, sweep.runs) if result is not None]
-    missing = [run for run in sweep.runs if journal.get(run) is None]
+    runs = (*sweep.runs, *sweep.beyond(journal.seconds))
+    results = [result for result in map(journal.get, runs) if result is not None]
+    missing = [run for run in runs if journal.get(run) is None]
     groups = group(results)
     verdicts = judge(groups, sweep.bars, missing, sweep.left_out)
-    failed = failures.of(sweep.runs, journal)
+    failed = failures.of(runs, journal)
     write(folder, sweep.title, results, groups, verdicts, failed, draw(groups, folder))
     for verdict in verdicts:
         print(f"{verdict.word if verdict.passes else verdict.word.upper():<10}  {verdict.text}")
-    print(f"{len(results)} of {len(sweep.runs)} runs have a result: {folder / 'reports.md'}, reports.json and pictures")
+    print(f"{len(results)} of {len(runs)} runs have a result: {folder / 'reports.md'}, reports.json and pictures")
     passes = all(verdict.passes for verdict in verdicts) or not check_bars
     return 0 if passes and not any(one.tries for one in failed) else 1
 
@@ -52,7 +56,8 @@ def run(sweep: Sweep, folder: Path, arguments: argparse.Namespace) -> int:
         Failures(folder / "failures.jsonl"),
     )
     if arguments.fresh:
-        dropped = journal.forget(sweep.runs, folder / "forgotten.jsonl")
+        every = (*sweep.runs, *sweep.beyond(journal.seconds))
+        dropped = journal.forget(every, folder / "forgotten.jsonl")
         if dropped:
             say(f"forgot {dropped} results, which are in {folder / 'forgotten.jsonl'} now")
     others = journal.others(sweep.runs)
@@ -64,10 +69,18 @@ def run(sweep: Sweep, folder: Path, arguments: argparse.Namespace) -> int:
         say("the code has changes that are not committed: docs may not quote these results (python -m bench.claims)")
     end_in_order()
     try:
-        run_all(sweep.runs, journal, failures, folder, arguments.tries)
+        looking = partial(look, allowed=arguments.busy)
+        run_all(sweep.runs, journal, failures, folder, arguments.tries, look=looking)
+        tried = set(sweep.runs)
+        while left := [one for one in sweep.beyond(journal.seconds) if one not in tried]:
+            run_all(left, journal, failures, folder, arguments.tries, look=looking)
+            tried.update(left)
     except KeyboardInterrupt:
         say("stopped; the same command goes on with what is left")
         return 130
+    except Busy as error:
+        say(f"stopped: {error}; the same command goes on with what is left")
+        return 2
     return report(sweep, journal, failures, folder, arguments.check_bars)
 
 
@@ -82,6 +95,8 @@ def main() -> int:
     parser.add_argument(
         "--only", action="append", default=[], metavar="SETTING=VALUE", help="a part of it: workers=2, …"
     )
+    parser.add_argument("--repeats", type=at_least(1), metavar="N", help="of each run, in turn (default: the table's)")
+    parser.add_argument("--busy", action="store_true", help="run while others use the machine, and mark the results")
     parser.add_argument("--tries", type=int, default=2, help="how often a failing run is tried")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results of these runs")
     parser.add_argument("--keep", action="store_true", help="reuse results of other code and environments too")
@@ -90,7 +105,7 @@ def main() -> int:
     arguments = parser.parse_args()
     folder = (arguments.output or ROOT / "logs" / arguments.sweep.stem).resolve()
     try:
-        sweep = select(read(arguments.sweep), arguments.only)
+        sweep = select(read(arguments.sweep, arguments.repeats), arguments.only)
         if arguments.check_bars and not sweep.bars:
             raise ValueError(f"{arguments.sweep} has no [[bars]] that --check-bars could check")
         if arguments.fresh and arguments.report:

@@ -4,7 +4,7 @@ What lies in bench/ itself, but for `program`, is a command of one file, and not
 import those before them and none behind:
 
     program < models < emulation < methods < train < steps < collectives < sweep
-            < accuracy < paired < integrations < validation < claims < gpu
+            < accuracy < paired < pipeline < integrations < validation < claims < gpu
 
 program      what all commands share
 models       what is trained, and the batches it is fed with
@@ -16,9 +16,10 @@ collectives  the communicators' operations beside gloo's: `python -m bench.colle
 sweep        many runs, kept, judged and reported: `python benchmarks.py`
 accuracy     the loss over wall time: `python -m bench.accuracy`
 paired       two methods in the same processes, in turn: `python -m bench.paired`
+pipeline     pipelines beside data parallelism, and torch's own: `python -m bench.pipeline`
 integrations other libraries' trainers, their own DDP beside dear: `python -m bench.integrations`
 validation   predictions held to measurement: `python -m bench.validation`; to papers: `python -m bench.validation.papers`
-claims       what README.md and docs say of results: `python -m bench.claims`
+claims       what README.md and docs say of results: `python -m bench.claims`; again: `python -m bench.claims.repeat`
 gpu          what a machine with one GPU has to show: `python -m bench.gpu`
 
 In `baselines` lie the shell scripts of DDP, FSDP2 and Horovod; those of our strategies lie in their packages.

@@ -1,4 +1,4 @@
-"""Shared by all benchmark programs: the project's folder, count options, tables, and an orderly end."""
+"""Shared by all benchmark programs: the project's folder, count options, tables, what links sent, and an orderly end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "at_least", "end_in_order", "from_toml"]
+__all__ = ["ROOT", "at_least", "end_in_order", "from_toml", "sent_bytes"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,6 +36,12 @@ def from_toml(path: Path) -> dict[str, Any]:
     toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     found: dict[str, Any] = toml.loads(path.read_text())
     return found
+
+
+def sent_bytes(counters: Path = Path("/proc/net/dev")) -> int:
+    """What this host's links have sent so far, by the kernel's counters; the loopback is none."""
+    rows = [line.split(":") for line in counters.read_text().splitlines()[2:]]
+    return sum(int(counts.split()[8]) for name, counts in rows if name.strip() != "lo")
 
 
 def end_in_order() -> None:

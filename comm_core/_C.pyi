@@ -223,6 +223,12 @@ class Communicator:
         them: over MPI the last step of it holds up the engine, and threads that split different communicators at the
         same time may wait for each other for ever.
         """
+    def part(self, ranks: Sequence[int], name: str) -> Communicator:
+        """The group of these `ranks`, in this order, over the connections that there are: no rank waits for another.
+
+        On every one of them, with a `name` that no other part of this communicator has, and on no other rank.
+        Over TCP, and of one rank alone; else Unsupported.
+        """
     def two_level(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """Collective: a communicator of the same ranks that sends between groups only what has to be there.
 

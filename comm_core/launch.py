@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import io
 import sys
 from types import TracebackType
 from typing import Any
@@ -91,6 +92,10 @@ class _ExitWatch:
     def _crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._excepthook(kind, error, trace)
         if self._size > 1:
+            collected = sys.stderr
+            if isinstance(collected, io.StringIO) and sys.__stderr__ is not None:
+                # torch.distributed's hook calls this one, and writes what is printed when it returns: never.
+                sys.__stderr__.write(collected.getvalue())
             _flush()
             _C.abort(1)
 

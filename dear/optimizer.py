@@ -87,6 +87,7 @@ class Dear(PlannedStrategy):
         all_reduced: float = 0.0,
         auto: frozenset[str] = frozenset(),
         shard_group: ShardGroups = None,
+        residency: str | None = None,
     ) -> None:
         if threshold_mb is None and num_nearby_layers is None:
             raise ValueError(
@@ -116,8 +117,23 @@ class Dear(PlannedStrategy):
             raise ValueError(
                 f"shard_group={shard_group} shards buckets, and policy={policy!r} gives each to one rank: give one"
             )
+        if residency not in (None, "host"):
+            raise ValueError(
+                f"residency should be 'host', or None for parameters of each rank's own, and is {residency!r}"
+            )
+        beside = {
+            "policy='rb'": policy == "rb",
+            "eager=True": eager,
+            f"{gather_dtype=}": gather_dtype is not None,
+            f"{shard_group=}": shard_group is not None,
+            f"{all_reduced=}": all_reduced != 0,
+            f"{exclude_parts=}": bool(excluded),
+        }
+        if residency is not None and any(beside.values()):
+            given = ", ".join(name for name, there in beside.items() if there)
+            raise ValueError(f"residency={residency!r} does not go together with {given}: leave one of them out")
         self.threshold_mb, self.num_nearby_layers, self.policy = threshold_mb, num_nearby_layers, policy
-        self.shard_group = shard_group
+        self.shard_group, self.on_host = shard_group, residency == "host"
         self.all_reduced = all_reduced
         self.auto = auto  # what a planner may choose: "threshold_mb", "all_reduced"
         self.updates = Updates.EAGER if eager else Updates.SHARDED
@@ -169,6 +185,7 @@ class Dear(PlannedStrategy):
             "exclude_parts": sorted(self.excluded),
             "gather_dtype": self.gather_dtype,
             "shard_group": self.shard_group,
+            "on_host": self.on_host,
             "planned": sorted(self.planned),  # only some ranks would measure
         }
 
@@ -198,6 +215,7 @@ class Dear(PlannedStrategy):
             num_nearby_layers=self.num_nearby_layers,
             one_owner=self.policy == "rb",
             all_reduced=self.all_reduced,
+            residency=self.residency,
         )
 
 
@@ -222,6 +240,7 @@ def DistributedOptimizer(
     all_reduced: float | Literal["auto"] = "auto",
     gather_dtype: torch.dtype | None = None,
     shard_group: ShardGroups = None,
+    residency: Literal["host"] | None = None,
     tune: bool | Tuning = False,
     strategy: str = "dear",
     elementwise: bool | None = None,
@@ -269,6 +288,12 @@ def DistributedOptimizer(
         shard_group: updates are sharded among so many neighbouring ranks, or among those of a ``"host"``, or within each of
             these groups of ranks, and averaged over all groups: parameters are gathered inside a group. `threshold_mb` is
             not planned then. None: among all ranks.
+        residency: ``"host"``: whole parameters lie once in the memory of each host, not once for each rank, and whole
+            gradients have memory until they are reduced. Results are the same. A script that writes to parameters outside
+            of steps writes to the copy of all ranks of its host: the same values on every rank (``copy_``), not changes
+            (``add_``). Raises ``ValueError`` for hosts with different numbers of
+            ranks, or with one each, for parameters on a GPU, optimizers that need whole parameters, and with `policy`
+            "rb", `eager`, `gather_dtype`, `shard_group`, `all_reduced`, `exclude_parts` or a `process_set`.
         tune: True or ``Tuning(...)`` searches the `threshold_mb` with the shortest steps, 1 to 256 unless told otherwise,
             while training goes on; the results of training stay the same. See :class:`overlap.plan.tuning.options.Tuning`.
         strategy: ``"dear"``, or the name of another strategy's package (``"wfbp"``, ``"mgwfbp"``,
@@ -294,6 +319,7 @@ def DistributedOptimizer(
         "all_reduced": all_reduced,
         "gather_dtype": gather_dtype,
         "shard_group": shard_group,
+        "residency": residency,
     }
     if strategy != "dear":
         theirs = {**vars(arguments), **others, **({} if tune is False else {"tune": tune})}
@@ -304,7 +330,7 @@ def DistributedOptimizer(
     wished_mb = current().settings.threshold_mb if threshold_mb == "auto" else None
     plain = not (eager or exclude_parts or shard_group) and policy == "rsag" and num_nearby_layers is None
     auto = set() if threshold_mb != "auto" or wished_mb not in (None, "auto") or not plain else {"threshold_mb"}
-    if auto and all_reduced == "auto" and gather_dtype is None:
+    if auto and all_reduced == "auto" and gather_dtype is None and residency is None:
         auto.add("all_reduced")
     own["threshold_mb"], own["num_nearby_layers"] = limits(
         threshold_mb if wished_mb is None else wished_mb, num_nearby_layers, *size_and_device(optimizer)

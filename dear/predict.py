@@ -15,7 +15,7 @@ from pathlib import Path
 from overlap.plan.assignment import assign_owners
 from overlap.plan.simulation.events import Run
 from overlap.plan.simulation.methods import METHODS, SIZES_MB, Guess, Method, Prediction, predict
-from overlap.plan.simulation.network import Link, Network
+from overlap.plan.simulation.network import Link, Medium
 from overlap.plan.simulation.profile import Profile, from_text, known, load
 from overlap.plan.simulation.schedules import all_reduced, decoupled, negotiated
 from overlap.plan.simulation.workload import Bucket, Costs, Layer, Workload, fused, owned
@@ -75,7 +75,7 @@ def _methods(profile: Profile) -> dict[str, Method]:
     return methods(_COPY if " cpu" in profile.device else 0.0)
 
 
-def merged(work: Workload, network: Network) -> Run:
+def merged(work: Workload, network: Medium) -> Run:
     """Simulate a step of ``mgwfbp``, with buckets by MG-WFBP's own rule."""
     from mgwfbp.merge import least_bytes, merge
     from overlap.plan.cost_model import CostModel
@@ -95,7 +95,7 @@ def merged(work: Workload, network: Network) -> Run:
     return all_reduced(work, network, buckets)
 
 
-def owned_by_rank(work: Workload, network: Network, threshold: float | None = None) -> Run:
+def owned_by_rank(work: Workload, network: Medium, threshold: float | None = None) -> Run:
     """Simulate a step of ``oss``, with buckets of at most `threshold` bytes (None: the best of its planner's sizes)."""
     from oss.optimizer import Oss
 

@@ -15,12 +15,12 @@ are spread evenly, since forward uses up parameters evenly. A rank keeps their w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from overlap.plan.early import spread
 from overlap.plan.fusion import fused_in_order_of_use
-from overlap.plan.partition import TensorSpec, owned
-from overlap.plan.plan import BucketPlan, Facts, Placement, Plan, placed
+from overlap.plan.partition import BucketSpec, TensorSpec, owned
+from overlap.plan.plan import BucketPlan, Facts, Placement, Plan, Residency, placed
 
 __all__ = ["plan_buckets"]
 
@@ -35,16 +35,18 @@ def plan_buckets(
     num_nearby_layers: int | None,
     one_owner: bool = False,
     all_reduced: float = 0.0,
+    residency: Callable[[BucketSpec], Residency] = lambda _spec: Residency.KEPT,
 ) -> Plan:
     """Fuse layers in the order of their use in forward; issue the buckets in reverse.
 
     With `one_owner`, buckets belong to whole ranks in turn, in order of issue. A share of `all_reduced`, from 0 to 1, is
-    not sharded: [Note: buckets that are all-reduced].
+    not sharded: [Note: buckets that are all-reduced]. `residency` is that of all others.
     """
     buckets = fused_in_order_of_use(
         facts, specs, world_size, threshold_bytes=threshold_bytes, num_nearby_layers=num_nearby_layers
     )
-    plan = placed(owned(buckets, world_size), shardable, Placement.OWNED) if one_owner else placed(buckets, shardable)
+    placement = Placement.OWNED if one_owner else Placement.SHARD
+    plan = placed(owned(buckets, world_size) if one_owner else buckets, shardable, placement, residency)
     places = [place for place, bucket in enumerate(plan) if bucket.sharded]
     whole = {places[number] for number in spread(len(places), round(all_reduced * len(places)))}
     return tuple(BucketPlan(bucket.spec) if place in whole else bucket for place, bucket in enumerate(plan))

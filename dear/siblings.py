@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypedDict
+
+import torch
 
 __all__ = ["OwnOptions"]
 
@@ -22,9 +24,11 @@ class OwnOptions(TypedDict, total=False):
     credit_mb: float | Literal["auto"] | None
     # fsdp, osdp
     whole_mb: float | Literal["auto"]
+    offload: Literal["cpu"] | None
     # osdp
     memory_limit_gb: float | Literal["auto"]
     fsdp_plan: Mapping[str, str] | Literal["model"] | None
+    recompute: Sequence[torch.nn.Module] | Callable[[torch.nn.Module], bool] | bool | None
     # co2
     outer: str
     outer_frequency: int | Literal["auto"]

@@ -46,12 +46,13 @@ class FullyShardedDataParallel(torch.nn.Module):
             outermost wrapper become that. The same for all wrappers of a model.
         fp32_reduce_scatter: gradients travel in float32 where they are computed in 16 bits.
         flatten_parameters: has no effect: parameters are themselves, and lie flat in shares.
-        move_params_to_cpu: has no effect, as `cpu_offload` and `move_grads_to_cpu`: shares are in the CPU's memory.
+        move_params_to_cpu: this, or `cpu_offload`: of a module on a GPU, shares of parameters and gradients, and the
+            optimizer's state, are in the CPU's memory. Of a module on CPUs they are there as it is.
         compute_dtype: see `mixed_precision`; without it, it is what parameters are.
         buffer_dtype: of all buffers, as it is: ``NotImplementedError`` where they have another.
         bucket_cap_mb: of the outermost wrapper: its own parameters are gathered and reduced in buckets of at most so many
             MB; 0: one for each layer; None: planned.
-        compute_device: CPUs only.
+        compute_device: where `module` is: ``NotImplementedError`` for another kind of device.
         no_broadcast_optim_state: True raises ``NotImplementedError``.
         state_dict_device: where ``state_dict()`` has tensors; None: on the CPU.
         clear_autocast_cache: call ``torch.clear_autocast_cache()`` after each forward pass of this module.

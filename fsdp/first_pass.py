@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -18,9 +18,11 @@ from overlap.job.process_set import ProcessSet
 from overlap.job.session import current
 from overlap.optimizer.adoption import adopt, optimizers_of, refuse_strangers
 from overlap.optimizer.arguments import SharedArguments
+from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.optimizer.sharding import refuse_what_is_lost
 from overlap.optimizer.start import agree_on_strategy
 from overlap.transport.compression import Compression
+from overlap.transport.cuda import streams
 from overlap.transport.objects import allgather_object
 
 __all__ = ["WIRES", "begin"]
@@ -61,11 +63,12 @@ def begin(module: Any) -> None:
     for unit in root.units:
         unit.root = root
     refuse_strangers(_sharded)
-    process_set, groups = _ranks(root.units, [_described(each, model) for each in found])
-    adopted = []
+    process_set, groups, post_forward = _ranks(root.units, [_described(each, model) for each in found])
+    adopted: list[DistributedOptimizer] = []
     for each in found:
         arguments = replace(_arguments(root.units, each), process_set=process_set)
-        adopted.append(adopt(each, model, partial(_strategy, root.units, groups, arguments), arguments))
+        strategy = partial(_strategy, root.units, groups, post_forward, arguments)
+        adopted.append(adopt(each, model, strategy, arguments, adopted[0] if adopted else None))
     root.train(adopted)
 
 
@@ -114,15 +117,33 @@ def _sharded() -> set[int]:
 
 
 def _strategy(
-    units: Sequence[Unit], groups: Groups, arguments: SharedArguments, optimizer: torch.optim.Optimizer
+    units: Sequence[Unit],
+    groups: Groups,
+    post_forward: int | None,
+    arguments: SharedArguments,
+    optimizer: torch.optim.Optimizer,
 ) -> Fsdp:
-    stay = {id(each) for unit in units if unit.stays for each in unit.parameters}
-    numbers = [number for number, each in enumerate(_trained(optimizer)) if each in stay]
+    numbers = _numbers(optimizer, (unit for unit in units if unit.stays))
     shard_group = groups if len(groups) > 1 else None
     dtype, threshold_mb = _one(units, "param_dtype"), units[0].threshold_mb
-    found = automatic(optimizer, arguments, threshold_mb, stay=numbers, param_dtype=dtype, shard_group=shard_group)
-    found.two_level = units[0].two_level
+    found = automatic(
+        optimizer,
+        arguments,
+        threshold_mb,
+        stay=numbers,
+        param_dtype=dtype,
+        shard_group=shard_group,
+        offload=bool(_one([unit for unit in units if any(map(streams.on_device, unit.parameters))], "offload")),
+    )
+    found.two_level, found.post_forward_ranks = units[0].two_level, post_forward
+    found.post_forward = frozenset(_numbers(optimizer, (unit for unit in units if unit.post_forward is not None)))
     return found
+
+
+def _numbers(optimizer: torch.optim.Optimizer, units: Iterable[Unit]) -> list[int]:
+    """The slots of the parameters of `units`."""
+    wanted = {id(each) for unit in units for each in unit.parameters}
+    return [number for number, each in enumerate(_trained(optimizer)) if each in wanted]
 
 
 def _arguments(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> SharedArguments:
@@ -138,9 +159,9 @@ def _arguments(units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> Share
     )
 
 
-def _one(units: Sequence[Unit], name: str) -> torch.dtype | None:
-    """The type that all `units` have for `name`."""
-    found: set[torch.dtype | None] = {getattr(unit, name) for unit in units if unit.parameters}
+def _one(units: Sequence[Unit], name: str) -> Any:
+    """The value that all `units` have for `name`."""
+    found: set[Any] = {getattr(unit, name) for unit in units if unit.parameters}
     if len(found) > 1:
         raise NotImplementedError(f"{name} differs between modules ({found}): give all of them the same")
     return found.pop() if found else None
@@ -167,17 +188,19 @@ def _refuse_frozen(model: torch.nn.Module, units: Sequence[Unit], trained: set[i
                 )
 
 
-def _ranks(units: Sequence[Unit], optimizers: list[str]) -> tuple[ProcessSet, Groups]:
-    """The ranks of all `units`, and the groups of them within which they are sharded. On every rank of the job.
+def _ranks(units: Sequence[Unit], optimizers: list[str]) -> tuple[ProcessSet, Groups, int | None]:
+    """The ranks of all `units`, the groups of them within which they are sharded, and among how many after forward.
 
-    Raises on all of them where some give others than their peers, or have found other `optimizers`, as they are described.
+    On every rank of the job. Raises on all of them where some give others than their peers, or have found other
+    `optimizers`, as they are described. The last is None on all ranks, or a number on all: 1 where none was given.
     """
     session = current()
     mine = list(dict.fromkeys((unit.groups, unit.by_default_group) for unit in units if unit.parameters))
-    told = allgather_object(session.control, (mine, optimizers, place()))
-    numbers = {(there.group, there.rank): rank for rank, (_, _, there) in enumerate(told) if there is not None}
+    sizes = sorted({unit.post_forward for unit in units if unit.parameters and unit.post_forward is not None})
+    told = allgather_object(session.control, (mine, optimizers, place(), sizes))
+    numbers = {(there.group, there.rank): rank for rank, (_, _, there, _) in enumerate(told) if there is not None}
     groups = []
-    for rank, (meshes, _, there) in enumerate(told):
+    for rank, (meshes, _, there, _) in enumerate(told):
         found = list(dict.fromkeys(_in_job(rank, each, there if by else None, numbers) for each, by in meshes))
         if len(found) > 1:
             raise NotImplementedError(
@@ -185,10 +208,25 @@ def _ranks(units: Sequence[Unit], optimizers: list[str]) -> tuple[ProcessSet, Gr
                 f"{_listed(found[1])}; give all modules of a model the same"
             )
         groups.append(found[0])
-    why = _why_no_sets(groups) or _why_no_peers(groups, [theirs for _, theirs, _ in told])
+    why = _why_no_sets(groups) or _why_no_peers(groups, [theirs for _, theirs, _, _ in told])
     if why is not None:
         raise ValueError(why)
-    return set_of(list(dict.fromkeys(map(_members, groups)))), groups[session.comm.rank]
+    mine_after_forward = _after_forward([sizes for *_, sizes in told], session.comm.rank)
+    return set_of(list(dict.fromkeys(map(_members, groups)))), groups[session.comm.rank], mine_after_forward
+
+
+def _after_forward(sizes: Sequence[Sequence[int]], rank: int) -> int | None:
+    """Among how many ranks `rank` shards after forward, if modules of each rank were given these `sizes`, by rank (pure).
+
+    None if no rank has any: else all make communicators, though for themselves alone.
+    """
+    for each in sizes:
+        if len(each) > 1:
+            raise NotImplementedError(
+                f"reshard_after_forward is {each[0]} for some modules of a model and {each[1]} for others: give all of "
+                "them one number, or True or False"
+            )
+    return (sizes[rank] or [1])[0] if any(sizes) else None
 
 
 def _members(groups: Groups) -> tuple[int, ...]:

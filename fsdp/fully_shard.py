@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp.first_pass import WIRES
 from fsdp.module import as_type, compiled_calls, sharded_class
@@ -52,13 +52,16 @@ def fully_shard(
             axes, they are sharded along the second one, and gradients are averaged along both (hybrid sharding).
         reshard_after_forward: True frees whole parameters after forward and gathers them again for backward; False keeps
             them until backward has used them; None leaves it to the plan, which keeps what backward needs first. An int is
-            the number of ranks among which they are sharded meanwhile: 1 is False, and the number of all ranks True.
+            the number of neighbouring ranks among which they are sharded meanwhile, and gathered for backward, a divisor of
+            the number of all: 1 is False, and all of them True. One number for all modules of a model that have one.
         shard_placement_fn: refused, as is `dp_mesh_dims`.
         mp_policy: ``param_dtype``, bfloat16 or float16: parameters are gathered and used as that, and with
             ``cast_forward_inputs`` floating-point tensors that forward is called with become it, once the model is sharded.
             Shards, the optimizer and state dicts have the parameters' own type. ``reduce_dtype`` is what gradients travel
             in, summed in fp32; None: ``param_dtype``. ``output_dtype``: what the module returns.
-        offload_policy: shards are in the memory of CPUs, so there is nothing to offload.
+        offload_policy: with ``CPUOffloadPolicy()``, the same for all modules of a model, shards of a model on a GPU, and
+            the optimizer's state, are in the CPU's memory, pinned, and the optimizer updates there. The model is on the GPU
+            when it is sharded. Not run on a GPU yet. Of models on CPUs they are there as it is.
         ignored_params: frozen parameters, which stay whole.
         elementwise: this and `per_parameter`, which torch has not, promise something about the model's optimizer, of a type
             that is not known: :class:`overlap.optimizer.arguments.SharedArguments`. One module of a model may be told.
@@ -74,15 +77,19 @@ def fully_shard(
     _refuse_modules(modules)
     _refuse_layout(shard_placement_fn, dp_mesh_dims, size)
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    offload = _offloads(offload_policy)
     others = taken() | _ignored(ignored_params)
     found = {id(each): each for one in modules for each in one.parameters() if id(each) not in others}
-    mine, stays = list(found.values()), _stays(reshard_after_forward, size)
+    mine, after_forward = list(found.values()), _after_forward(reshard_after_forward, size)
     _refuse_types(policy, mine)
     for one in modules:
         kind: Any = type(one)
         casts = policy.param_dtype is not None and policy.cast_forward_inputs
         types = policy.reduce_dtype, policy.param_dtype
-        register(one, Unit(kind, mine, groups, by_default_group, stays, *types, casts, elementwise, per_parameter))
+        wrapped = Unit(
+            kind, mine, groups, by_default_group, *after_forward, *types, offload, casts, elementwise, per_parameter
+        )
+        register(one, wrapped)
         one.__class__ = sharded_class(kind)
         if policy.output_dtype is not None:
             one.register_forward_hook(functools.partial(_cast, policy.output_dtype))
@@ -91,19 +98,32 @@ def fully_shard(
     return module
 
 
+def _offloads(policy: OffloadPolicy | None) -> bool:
+    if not isinstance(policy, CPUOffloadPolicy):
+        if isinstance(policy, OffloadPolicy | None):
+            return False
+        raise TypeError(f"offload_policy should be a CPUOffloadPolicy, an OffloadPolicy or None and is {policy!r}")
+    if not policy.pin_memory:
+        raise NotImplementedError(
+            "offload_policy=CPUOffloadPolicy(pin_memory=False): the host would wait for each copy; leave pin_memory=True"
+        )
+    return True
+
+
 def _cast(dtype: torch.dtype, _module: torch.nn.Module, _inputs: Any, output: Any) -> Any:
     return as_type(dtype, output)
 
 
-def _stays(reshard: bool | int | None, size: int) -> bool | None:
+def _after_forward(reshard: bool | int | None, size: int) -> tuple[bool | None, int | None]:
+    """Whether parameters stay whole until backward, and among how many of `size` ranks they are sharded otherwise."""
     if reshard is None or isinstance(reshard, bool):
-        return None if reshard is None else not reshard
-    if reshard in (1, size):
-        return reshard < size
-    raise NotImplementedError(
-        f"reshard_after_forward={reshard} shards parameters among {reshard} of {size} ranks after forward: give True or "
-        "False"
-    )
+        return None if reshard is None else not reshard, None
+    if not isinstance(reshard, int) or reshard < 1 or size % reshard:
+        raise ValueError(
+            f"reshard_after_forward={reshard!r} does not divide the {size} ranks that shard parameters: give a divisor of "
+            f"{size}, True or False"
+        )
+    return reshard == 1 < size, reshard if 1 < reshard < size else None
 
 
 def _ignored(parameters: Collection[torch.nn.Parameter] | None) -> set[int]:

@@ -55,7 +55,7 @@ class FSDPModule(torch.nn.Module):
         """Change `reshard_after_forward` of this module, and with `recurse` of those in it, from the next pass on."""
         residency = Residency.FREED if reshard_after_forward else Residency.FREED_AFTER_BACKWARD
         for unit in units_in([self]) if recurse else [unit_of(self)]:
-            unit.stays = not reshard_after_forward
+            unit.stays, unit.post_forward = not reshard_after_forward, None
             mine = set(map(id, unit.parameters))
             for each in unit.optimizers:
                 each._engine.unsharder.reside(residency, lambda parameter, mine=mine: id(parameter) in mine)  # type: ignore[misc]
@@ -78,7 +78,7 @@ _NOT_BUILT = {
     "set_reduce_scatter_divide_factor": "gradients are averaged; multiply the loss by size / factor",
     "set_force_sum_reduction_for_comms": "gradients are averaged; multiply the loss by the number of ranks for a sum",
     "set_unshard_in_backward": "every bucket is gathered in backward, for all ranks",
-    "set_post_optim_event": "there are no streams on CPUs",
+    "set_post_optim_event": "gathers follow the stream that step() was called on",
     "set_custom_all_gather": "operations are the library's own",
     "set_custom_reduce_scatter": "operations are the library's own",
     "set_all_reduce_hook": "gradients are reduced in one operation",

@@ -21,7 +21,7 @@ from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.optimizer.arguments import SharedArguments, refuses_unknown
 from overlap.optimizer.dears_arguments import understands_dears_names
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
-from overlap.optimizer.sharding import module_of, needs_owners, sizes
+from overlap.optimizer.sharding import module_of, needs_owners, refuse_offload_of_owned, sizes
 from overlap.optimizer.start import agree_on_strategy
 from overlap.plan.sharded import Sharded
 from overlap.transport.communicator import ReduceOp
@@ -54,6 +54,7 @@ def DistributedOptimizer(
     whole_mb: float | Literal["auto"] = "auto",
     gather_dtype: torch.dtype | None = None,
     shard_group: ShardGroups = None,
+    offload: Literal["cpu"] | None = None,
     elementwise: bool | None = None,
     per_parameter: bool | None = None,
     sync_start: bool = True,
@@ -87,6 +88,9 @@ def DistributedOptimizer(
         shard_group: parameters, gradients and state are sharded among so many neighbouring ranks, or among those of a
             ``"host"``, or within each of these groups of ranks, and gradients are averaged over all groups: gathers stay
             inside a group (hybrid sharding). None: among all ranks.
+        offload: ``"cpu"``: of a model on a GPU, shards of parameters and gradients, and the optimizer's state, are in the
+            CPU's memory, pinned, and the optimizer updates there; ``ValueError`` for one that needs whole parameters. Of a
+            model on CPUs they are there as it is. Not run on a GPU yet. None: they are where the model is.
         elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`, `check_every`,
             `on_nonfinite`: see :class:`overlap.optimizer.arguments.SharedArguments`.
 
@@ -96,7 +100,13 @@ def DistributedOptimizer(
     agree_on_strategy("fsdp")
     model = module_of(named_parameters, "fsdp")
     strategy = automatic(
-        optimizer, arguments, threshold_mb, whole_mb, gather_dtype=gather_dtype, shard_group=shard_group
+        optimizer,
+        arguments,
+        threshold_mb,
+        whole_mb,
+        gather_dtype=gather_dtype,
+        shard_group=shard_group,
+        offload=offload == "cpu",
     )
     return Shell(optimizer, model, strategy, arguments)
 
@@ -111,11 +121,14 @@ def automatic(
     gather_dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
     shard_group: ShardGroups = None,
+    offload: bool = False,
 ) -> Fsdp:
     """The strategy for the parameters of `optimizer`, which chooses what the other arguments leave to it.
 
     `arguments` may hold promises about it.
     """
     owned = needs_owners(optimizer, arguments)
+    if offload and owned:
+        refuse_offload_of_owned(optimizer)
     chosen = sizes(optimizer, threshold_mb, whole_mb)
-    return Fsdp(*chosen, stay, gather_dtype, param_dtype, shard_group, owned=owned)
+    return Fsdp(*chosen, stay, gather_dtype, param_dtype, shard_group, owned=owned, offload=offload)

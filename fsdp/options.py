@@ -8,8 +8,10 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.modules.batchnorm import _NormBase
+
+from overlap.transport.cuda import streams
 
 __all__ = ["Options"]
 
@@ -66,11 +68,6 @@ class Options:
                 "force_input_to_fp32=True with mixed_precision=True: a module that computes in 16 bits takes inputs of 16 "
                 "bits; leave one of them out"
             )
-        if self.compute_device is not None and torch.device(self.compute_device).type != "cpu":
-            raise NotImplementedError(
-                f"compute_device={self.compute_device}: fsdp works on CPUs so far; leave it out, or shard the optimizer's "
-                "state with dear.DistributedOptimizer, which takes models on a GPU"
-            )
         if self.no_broadcast_optim_state:
             raise NotImplementedError(
                 "no_broadcast_optim_state=True: all modules of a model are sharded over the same ranks, so no rank has "
@@ -100,13 +97,32 @@ class Options:
         )
 
     @property
+    def offload_policy(self) -> OffloadPolicy:
+        """Whether shares of a module on a GPU are in the CPU's memory."""
+        return CPUOffloadPolicy() if self.move_params_to_cpu or self.cpu_offload else OffloadPolicy()
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """What the optimizer is told of the outermost module's."""
         factor = self.gradient_predivide_factor
         return {} if factor is None else {"gradient_predivide_factor": float(factor)}
 
     def check_types(self, module: torch.nn.Module) -> None:
-        """Raise where types of parameters and buffers of `module` contradict the arguments."""
+        """Raise where types and places of parameters and buffers of `module` contradict the arguments."""
+        if self.compute_device is not None:
+            place = torch.device(self.compute_device).type
+            for name, parameter in module.named_parameters():
+                if parameter.device.type not in (place, "meta"):
+                    raise NotImplementedError(
+                        f"compute_device={self.compute_device}, and {name!r} is on {parameter.device}: parameters are used "
+                        "where they were when they were sharded; move the model there first"
+                    )
+        offloads = isinstance(self.offload_policy, CPUOffloadPolicy)
+        if self.move_grads_to_cpu not in (None, offloads) and any(map(streams.on_device, module.parameters())):
+            raise NotImplementedError(
+                f"move_grads_to_cpu={self.move_grads_to_cpu} and move_params_to_cpu={offloads}: shares of gradients lie "
+                "where those of parameters do; leave move_grads_to_cpu out"
+            )
         wanted = self.precision.param_dtype
         for name, each in module.named_modules() if wanted is not None else ():
             mean = each.running_mean if isinstance(each, _NormBase) else None

@@ -34,7 +34,13 @@ def shard(module: Any, options: Options, ranks: Any, two_level: ShardGroups = No
             if unit.parameters:
                 options.check_inside(inner, unit.kind.__name__)
             unit.stays, unit.casts = not inner.reshard_after_forward, False
-    fully_shard(module, mesh=ranks, reshard_after_forward=options.reshard_after_forward, mp_policy=options.precision)
+    fully_shard(
+        module,
+        mesh=ranks,
+        reshard_after_forward=options.reshard_after_forward,
+        mp_policy=options.precision,
+        offload_policy=options.offload_policy,
+    )
     unit = unit_of(module)
     unit.options, unit.two_level = options, two_level
     unit.stays = options.disable_reshard_on_root or not options.reshard_after_forward

@@ -40,8 +40,10 @@ class Unit:
     groups: tuple[tuple[int, ...], ...]  # of ranks, within each of which they are sharded, and averaged over all …
     by_default_group: bool  # … by their numbers in torch.distributed's default group, not in the job
     stays: bool | None = None  # whole from forward to backward; None: as the plan has it
+    post_forward: int | None = None  # sharded among so many ranks in that time
     reduce_dtype: torch.dtype | None = None  # of gradients that travel …
     param_dtype: torch.dtype | None = None  # … and of parameters that are used; None: their own
+    offload: bool = False  # shards of a model on a GPU lie in the CPU's memory
     casts: bool = False  # inputs of forward to `param_dtype`
     elementwise: bool | None = None  # promises about the optimizer …
     per_parameter: bool | None = None  # … of all units of the model

@@ -80,7 +80,8 @@ def enable_wrap(
     """
     if config.pop("move_module_cuda_half", False):
         raise NotImplementedError(
-            "move_module_cuda_half=True: fsdp works on CPUs so far; leave it out, and for 16 bits give mixed_precision=True"
+            "move_module_cuda_half=True: modules are wrapped where they are; move the model first, leave it out, and for "
+            "16 bits give mixed_precision=True"
         )
     policy = default_auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy
     token = _context.set(_Context(policy, wrapper_cls, config))

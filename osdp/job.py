@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from osdp.choice import Job
+from osdp.choice import Block, Hosts, Job
 from overlap.plan.cost_model import CostModel
 from overlap.plan.simulation.network import Fitted
 from overlap.plan.simulation.workload import Bucket, Costs, Layer, Workload
 
 __all__ = ["Sized", "TimedLayer", "job_of"]
-
-_LONGEST = 3.0  # times forward: the most that backward of a layer takes; what is measured beyond were waits
 
 #: A layer's name, seconds of forward and backward, and the bytes of its parameters.
 TimedLayer = tuple[str, float, float, tuple[int, ...]]
@@ -30,25 +28,56 @@ def job_of(
     buckets: Sequence[Sized],
     layers: Sequence[TimedLayer],
     cost: CostModel | None,
+    gathers: CostModel | None = None,
     *,
     ranks: int,
     room: int,
     passes: int,
+    saved: Mapping[str, int] | None = None,
+    per_host: int = 1,
+    on_host: int = 2**62,
 ) -> Job:
     """The job of `buckets`, the one nearest the input first.
 
-    Without `layers`, or the `cost` of an all-reduce, nothing takes time but bytes on the wire, each a second.
+    `gathers`: the cost of an all-reduce on so many `ranks`, where the one on all that reduce has another `cost`. Without
+    `layers`, or the `cost` of an all-reduce, nothing takes time but bytes on the wire, each a second. `saved`: the
+    bytes that each block that may be computed again saves for backward, by the name of its module. Of more than one rank
+    `per_host`, buckets may lie once on each host, so many bytes `on_host` at most: gathered between hosts, if there are
+    several, at the pace of other gathers, and after and before a barrier, each of which takes what starting an all-reduce
+    does.
     """
     if not layers or cost is None:
         work = Workload(tuple(Layer(str(n), 0.0, 0.0, (each.nbytes,)) for n, each in enumerate(buckets)))
-        network = Fitted(ranks, 0.0, float(ranks > 1), float(ranks > 1))
+        network, barriers = Fitted(ranks, 0.0, float(ranks > 1), float(ranks > 1)), 0.0
         spans = [Bucket(number, number, each.nbytes, each.tensors) for number, each in enumerate(buckets)]
+        named = [each.modules for each in buckets]
     else:
-        timed = (Layer(name, there, min(back, _LONGEST * there), sizes) for name, there, back, sizes in layers)
+        timed = (Layer(*layer) for layer in layers)
         work = Workload(tuple(timed), Costs(per_bucket=cost.handling))
-        network = Fitted(ranks, cost.alpha / 2, cost.beta / 2, cost.beta / 2)  # halves of an all-reduce
+        inside = cost if gathers is None else gathers
+        network = Fitted(ranks, inside.alpha / 2, cost.beta / 2, inside.beta / 2)  # halves of an all-reduce
+        barriers = 2 * cost.alpha
         spans = _spans(buckets, [name for name, *_ in layers])
-    return Job([_name(each.modules) for each in buckets], spans, work, network, room, passes)
+        named = [(name,) for name, *_ in layers]
+    found = (_block(name, nbytes, named, buckets) for name, nbytes in (saved or {}).items() if nbytes > 0)
+    blocks = sorted((block for block in found if block is not None), key=lambda block: block.first)
+    hosts = None
+    if per_host > 1:
+        several = ranks > per_host
+        start, pace = (network.start, network.gather) if several else (0.0, 0.0)
+        hosts = Hosts(per_host, Fitted(ranks // per_host, barriers + start, 0.0, pace), on_host)
+    return Job([_name(each.modules) for each in buckets], spans, work, network, room, passes, blocks, hosts)
+
+
+def _block(name: str, nbytes: int, layers: Sequence[Sequence[str]], buckets: Sequence[Sized]) -> Block | None:
+    """None for one without parameters that are trained: it has no place in the order of layers."""
+
+    def inside(modules: Sequence[str]) -> bool:
+        return any(each == name or each.startswith(f"{name}.") for each in modules)
+
+    mine = [number for number, modules in enumerate(layers) if inside(modules)]
+    places = tuple(place for place, bucket in enumerate(buckets) if inside(bucket.modules))
+    return Block(name, nbytes, mine[0], mine[-1], places) if mine and places else None
 
 
 def _spans(buckets: Sequence[Sized], layers: Sequence[str]) -> list[Bucket]:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import median
 
-from osdp.choice import OPTIONS, Job, Residencies, chosen, step_seconds, whole_bytes
+from osdp.choice import OPTIONS, Choice, Job, Residencies, chosen, on_host_bytes, smallest, step_seconds, whole_bytes
 from osdp.search import DoesNotFit
 from overlap.plan.plan import Residency
 
-__all__ = ["FREE", "GB", "KEEP", "MARGIN", "MemoryPlan", "made", "pinned_by", "rule_of", "styles"]
+__all__ = ["FREE", "GB", "KEEP", "MARGIN", "OUTSIZED", "MemoryPlan", "made", "pinned_by", "rule_of", "styles"]
 
 GB = 2**30
 #: The share of the limit that is left free, as what a process takes varies from step to step.
 MARGIN = 0.01
 KEEP, FREE = "keep_full_weight", "free_full_weight"  # as transformers has them in a model's `_fsdp_plan`
 _HIDDEN = 1e-3  # of a step: a shorter gain is none
+#: Times the median bucket: a larger one forces what it takes upon all.
+OUTSIZED = 4
 _POINTS = 24  # of a picture
 _WORDS = {
     Residency.FREED: "freed after each use",
     Residency.FREED_AFTER_BACKWARD: "kept from forward to backward",
     Residency.FREED_IN_STEP: "kept until the step",
+    Residency.FREED_IN_STEP_ON_HOST: "kept once on each host",
 }
 
 
@@ -30,8 +34,10 @@ class MemoryPlan:
     """How long each bucket of a `job` on so many `ranks` is whole, and what that takes. Printed, it explains itself.
 
     `limit`: bytes that a rank may take. `in_passes` and `in_step`: the most bytes it takes in forward and backward, and
-    while it updates, if all buckets are freed after each use. `modules`: of each bucket, the names of modules that have its
-    parameters. `timed`: layers and the network were measured, so times are seconds; else they are bytes on the wire.
+    while it updates, if all buckets are freed after each use and nothing is computed again. `modules`: of each bucket, the
+    names of modules that have its parameters. `timed`: layers and the network were measured, so times are seconds; else
+    they are bytes on the wire. `recomputed`: the numbers of blocks of the job that backward computes again. `slices`: into
+    how many linear layers are split, by name.
     """
 
     job: Job
@@ -43,6 +49,12 @@ class MemoryPlan:
     modules: tuple[tuple[str, ...], ...]
     timed: bool
     pinned: Mapping[int, Residency]
+    recomputed: tuple[int, ...] = ()
+    slices: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.residencies, self.recomputed)
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -54,21 +66,36 @@ class MemoryPlan:
         """… and of those that are freed after each use."""
         return tuple(name for name, each in self._named() if each is Residency.FREED)
 
+    @property
+    def recomputed_blocks(self) -> tuple[str, ...]:
+        """The names of the blocks that backward computes again, the one nearest the input first."""
+        return tuple(self.job.blocks[number].name for number in self.recomputed)
+
     def _named(self) -> Iterable[tuple[str, Residency]]:
         return zip(self.job.names, self.residencies, strict=True)
 
     @property
     def predicted_bytes(self) -> int:
         """The most that a rank takes, as predicted."""
-        return max(self.in_passes + self.more, self.in_step)
+        return max(self.in_passes + self.more, self.in_step + self.on_host)
 
     @property
     def more(self) -> int:
-        """The bytes that passes take more than if all buckets were freed."""
-        return self._more(self.residencies)
+        """The bytes that passes take more than if all buckets were freed; below 0 with blocks that are computed again."""
+        return self._more(self.choice)
 
-    def _more(self, residencies: Residencies) -> int:
-        return whole_bytes(self.job, residencies) - whole_bytes(self.job, self._all_freed)
+    @property
+    def on_host(self) -> int:
+        """The bytes that a rank takes, also in the step, of buckets that lie once on each host."""
+        return on_host_bytes(self.job, self.residencies)
+
+    @property
+    def least(self) -> int:
+        """The least that they can take more."""
+        return self._more(smallest(self.job, self.pinned))
+
+    def _more(self, choice: Choice) -> int:
+        return whole_bytes(self.job, *choice) - whole_bytes(self.job, self._all_freed)
 
     @property
     def _all_freed(self) -> Residencies:
@@ -77,7 +104,7 @@ class MemoryPlan:
     @property
     def seconds(self) -> float:
         """The predicted step; without times, its bytes on the wire."""
-        return step_seconds(self.job, self.residencies)
+        return step_seconds(self.job, *self.choice)
 
     @property
     def seconds_freed(self) -> float:
@@ -89,10 +116,10 @@ class MemoryPlan:
         return made(replace(self, limit=round(memory_limit_gb * GB)))
 
     def curve(self, points: int = _POINTS) -> list[tuple[float, float]]:
-        """Predicted steps over limits in GB, from where all is freed to where nothing is."""
-        least = max(self.in_passes, self.in_step)
+        """Predicted steps over limits in GB, from the least that fits to where nothing is freed or computed again."""
+        least = max(self.in_passes + self.least, self.in_step)
         keep = tuple(self.pinned.get(place, OPTIONS[-1]) for place in range(len(self.residencies)))
-        most = max(self.in_passes + self._more(keep), least)
+        most = max(self.in_passes + self._more(Choice(keep)), least)
         found = []
         for number in range(points + 1):
             limit = (least + (most - least) * number / points) / (1 - MARGIN) / GB + 1e-6
@@ -136,15 +163,34 @@ class MemoryPlan:
             "limit": f"{self.limit / GB:.3f} GB on each rank",
             "memory": f"{self.predicted_bytes / GB:.3f} GB predicted, {100 * self.predicted_bytes / self.limit:.1f} % of "
             f"the limit; {max(self.in_passes, self.in_step) / GB:.3f} GB if all were freed",
-            **{_WORDS[each]: self._group(each) for each in OPTIONS if each in self.residencies},
+            **{_WORDS[each]: self._group(each) for each in _WORDS if each in self.residencies},
+            **({"computed again": self._again()} if self.job.blocks else {}),
             "gathered": f"{self._gathered(self.residencies) / 2**20:,.1f} MB in a step; "
             f"{self._gathered(self._all_freed) / 2**20:,.1f} MB if all were freed",
             "step": f"{self._time(self.seconds)} predicted; {self._time(self.seconds_freed)} if all were freed",
+            **(
+                {"split": ", ".join(f"{name} into {count}" for name, count in self.slices.items())}
+                if self.slices
+                else {}
+            ),
+            **({"largest": self._largest()} if self._outsized else {}),
             "next GB": self._next(),
         }
         width = max(map(len, lines))
         return "\n".join(
             [f"osdp on {self.ranks} ranks", *(f"  {name:<{width}}  {text}" for name, text in lines.items())]
+        )
+
+    @property
+    def _outsized(self) -> bool:
+        sizes = [bucket.nbytes for bucket in self.job.buckets]
+        return max(sizes) > OUTSIZED * median(sizes)
+
+    def _largest(self) -> str:
+        nbytes, name = max((bucket.nbytes, name) for bucket, name in zip(self.job.buckets, self.job.names, strict=True))
+        return (
+            f"{name}, {nbytes / 2**20:,.1f} MB, which all are whole while it is used; if it is a linear layer, "
+            "osdp.split() cuts it into slices, each of which is freed before the next one"
         )
 
     def _time(self, seconds: float) -> str:
@@ -154,7 +200,18 @@ class MemoryPlan:
         places = [place for place, each in enumerate(self.residencies) if each is residency]
         nbytes = sum(self.job.buckets[place].nbytes for place in places)
         named = ", ".join(_spans([self.job.names[place] for place in places], places))
-        return f"{len(places)} of {len(self.residencies)} buckets, {nbytes / 2**20:,.1f} MB: {named}"
+        shared = (
+            ""
+            if self.job.hosts is None or residency is not Residency.FREED_IN_STEP_ON_HOST
+            else (f", {self.on_host / 2**20:,.1f} MB for each of the {self.job.hosts.ranks} ranks there")
+        )
+        return f"{len(places)} of {len(self.residencies)} buckets, {nbytes / 2**20:,.1f} MB{shared}: {named}"
+
+    def _again(self) -> str:
+        blocks = [self.job.blocks[number] for number in self.recomputed]
+        saved = sum(block.nbytes for block in blocks)
+        named = ", ".join(_spans([block.name for block in blocks], self.recomputed))
+        return f"{len(blocks)} of {len(self.job.blocks)} blocks, which save {saved / 2**20:,.1f} MB: {named or 'none'}"
 
     def _gathered(self, residencies: Residencies) -> int:
         """Bytes of parameters that passes gather in a step, at most."""
@@ -164,24 +221,28 @@ class MemoryPlan:
         )
 
     def _next(self) -> str:
-        if not self.freed:
-            return "wins nothing: all buckets are kept"
+        if not self.freed and not self.recomputed:
+            return f"wins nothing: all buckets are kept{', and no block is computed again' if self.job.blocks else ''}"
         larger = self.at(self.limit / GB + 1)
         won, less = self.seconds - larger.seconds, self._gathered(self.residencies) - self._gathered(larger.residencies)
-        kept = len(larger.kept) - len(self.kept)
+        fewer = len(self.recomputed) - len(larger.recomputed)
+        kept = f"{len(larger.kept) - len(self.kept)} more kept"
+        if fewer:
+            kept += f", {fewer} fewer computed again"
         steps = (
             f"{self._time(won)} less in each step" if won > _HIDDEN * self.seconds else "a step as long, all is hidden"
         )
-        return f"{kept} more kept, {less / 2**20:,.1f} MB less to gather, {steps}"
+        return f"{kept}, {less / 2**20:,.1f} MB less to gather, {steps}"
 
 
 def made(plan: MemoryPlan) -> MemoryPlan:
     """`plan` with the best choice for its limit. Raises :class:`osdp.search.DoesNotFit`."""
     target = int(plan.limit * (1 - MARGIN))
-    used = max(plan.in_passes, plan.in_step)
+    used = max(plan.in_passes + plan.least, plan.in_step)
     if used > target:
         raise DoesNotFit.by(used, target, plan.job.names, [bucket.nbytes for bucket in plan.job.buckets])
-    return replace(plan, residencies=chosen(plan.job, target - plan.in_passes, plan.pinned))
+    residencies, recomputed = chosen(plan.job, target - plan.in_passes, plan.pinned, target - plan.in_step)
+    return replace(plan, residencies=residencies, recomputed=recomputed)
 
 
 def pinned_by(fsdp_plan: Mapping[str, str], modules: Sequence[Sequence[str]]) -> dict[int, Residency]:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
+from osdp.activations import Blocks
 from osdp.memory_plan import GB, KEEP, pinned_by, rule_of
 from osdp.strategy import Osdp
 from osdp.watching import Watching
-from overlap.job.groups import beside
-from overlap.job.memory import available_bytes, resident_bytes
+from overlap.job.groups import ShardGroups, beside
+from overlap.job.memory.counted import available_bytes, resident_bytes
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments, refuses_unknown
 from overlap.optimizer.dears_arguments import understands_dears_names
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
-from overlap.optimizer.sharding import module_of, needs_owners, sizes
+from overlap.optimizer.sharding import module_of, needs_owners, refuse_offload_of_owned, sizes
 from overlap.optimizer.start import agree_on_strategy
 from overlap.plan.link_probe import link_cost
 from overlap.transport.communicator import ReduceOp
@@ -45,9 +46,13 @@ def DistributedOptimizer(
     *,
     memory_limit_gb: float | Literal["auto"] = "auto",
     fsdp_plan: Mapping[str, str] | Literal["model"] | None = None,
+    recompute: Sequence[torch.nn.Module] | Callable[[torch.nn.Module], bool] | bool | None = None,
     threshold_mb: float | Literal["auto"] | None = "auto",
     whole_mb: float | Literal["auto"] = "auto",
     gather_dtype: torch.dtype | None = None,
+    offload: Literal["cpu"] | None = None,
+    shard_group: ShardGroups = None,
+    residency: Literal["host"] | None = None,
     elementwise: bool | None = None,
     per_parameter: bool | None = None,
     sync_start: bool = True,
@@ -67,14 +72,24 @@ def DistributedOptimizer(
         compression: this, and what follows up to `process_set`: as in Horovod; see
             :class:`overlap.optimizer.arguments.HorovodArguments`.
         memory_limit_gb: the GB (2^30 bytes) that a rank's process may have in memory while it trains, all it takes counted:
-            parameters, gradients, optimizer state, activations, and what was there before. More than that in all of the
+            parameters, gradients, optimizer state, activations, and what was there before; of a model on a GPU, that its
+            tensors may have there. More than that in all of the
             first steps, while everything is freed, raises ``MemoryError`` on every rank. ``"auto"``: what the process has
             now and 90 % of what is free, shared with the other ranks of the host; the least that any rank finds.
         fsdp_plan: ``"keep_full_weight"`` or ``"free_full_weight"`` for patterns of module names, as in the `_fsdp_plan` of
             transformers' models: these modules are kept from forward to backward, or freed after each use, and the others
             are chosen. ``"model"``: what the model has in its `_fsdp_plan`.
-        threshold_mb: this, `whole_mb` and `gather_dtype`: as for ``fsdp.DistributedOptimizer``. Of small buckets, more of
-            the limit is used.
+        recompute: blocks of the model that backward may compute again, so that what they save for it is not kept
+            (activation checkpointing): modules, or a function that is given each module and says whether it is one. The
+            plan takes as many of them as make the step shortest. None: what the model declares, as transformers' layers do.
+            False: none. Raises ``ValueError`` for blocks whose forward changes buffers, as BatchNorm's does, that are
+            compiled, or that the script has checkpointed.
+        threshold_mb: this, `whole_mb`, `gather_dtype`, `shard_group` and `offload`: as for ``fsdp.DistributedOptimizer``.
+            Of small buckets, more of the limit is used. With a `shard_group`, all groups have one plan.
+        residency: ``"host"``: the plan may also have buckets lie once in the memory of each host, until the step, so that
+            each of its R ranks takes an R-th of them. On several hosts, operations then go in two levels. Raises
+            ``ValueError`` for hosts with different numbers of ranks, or with one each, for parameters on a GPU, optimizers
+            that need whole parameters, and with `gather_dtype`, `offload`, `shard_group` or a `process_set`.
         elementwise: this, and `per_parameter`, `sync_start`, `poison`, `broadcast_buffers`, `check_every`,
             `on_nonfinite`: see :class:`overlap.optimizer.arguments.SharedArguments`.
 
@@ -84,22 +99,36 @@ def DistributedOptimizer(
     agree_on_strategy("osdp")
     model = module_of(named_parameters, "osdp")
     rules = _rules(model, fsdp_plan)
-    limit = limit_of(memory_limit_gb)
+    there = (each.device for each in model.parameters() if each.is_cuda)
+    limit = limit_of(memory_limit_gb, next(there, torch.device("cpu")))
     owned = needs_owners(optimizer, arguments)
-    strategy = Osdp(*sizes(optimizer, threshold_mb, whole_mb), limit, gather_dtype, rules, owned=owned)
+    if owned and offload is not None:
+        refuse_offload_of_owned(optimizer)
+    strategy = Osdp(
+        *sizes(optimizer, threshold_mb, whole_mb),
+        limit,
+        gather_dtype,
+        rules,
+        blocks=Blocks(model, recompute),
+        shard_group=shard_group,
+        owned=owned,
+        offload=offload == "cpu",
+        residency=residency,
+    )
     if rules is not None and not (arguments.groups or arguments.num_groups):
         arguments = SharedArguments(**{**vars(arguments), "groups": _kept_alone(model, optimizer, rules)})
     return watched(Shell(optimizer, model, strategy, arguments), process_set)
 
 
-def limit_of(memory_limit_gb: float | str) -> int:
-    """The limit in bytes. On every rank; the same on all."""
+def limit_of(memory_limit_gb: float | str, place: torch.device) -> int:
+    """The limit in bytes, of the memory of the device at `place`, or of the host. On every rank; the same on all."""
     if memory_limit_gb != "auto":
         if not float(memory_limit_gb) > 0:
             raise ValueError(f"memory_limit_gb should be above 0, or 'auto', and is {memory_limit_gb}")
         return int(float(memory_limit_gb) * GB)
     session = current()
-    mine = resident_bytes() + int(_SPARE * available_bytes() / session.local_size)
+    sharing = session.local_size if place.type == "cpu" else 1  # a GPU is taken for this rank's alone
+    mine = resident_bytes(place=place) + int(_SPARE * available_bytes(place) / sharing)
     return min(allgather_object(session.control, mine))
 
 
@@ -110,7 +139,9 @@ def watched(distributed: Shell, process_set: ProcessSet = global_process_set) ->
     assert strategy.memory_limit is not None
     comm = beside(current(), process_set)
     rules, model, news = strategy.fsdp_plan, distributed._model, distributed._replanning
-    watching = Watching(comm, distributed._engine, model, strategy, news, strategy.memory_limit, link_cost(comm), rules)
+    lane, cost = distributed._engine.unsharder.lane, link_cost(comm)
+    gathers = cost if lane.size == comm.size else link_cost(lane)  # within a group
+    watching = Watching(comm, distributed._engine, model, strategy, news, strategy.memory_limit, (cost, gathers), rules)
     watching.attach(distributed)
     return distributed
 

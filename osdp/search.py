@@ -7,8 +7,8 @@ would not make it better than the best choice so far. Equal items lead to equal 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,10 +23,15 @@ _NAMED = 3  # of the largest items
 
 @dataclass(frozen=True, slots=True, order=True)
 class Option:
-    """What an item takes with this option: `nbytes` of memory and `seconds` of a step."""
+    """What an item takes with this option: `nbytes` of memory and `seconds` of a step.
+
+    For a moment, in which none of the items behind it take anything, it takes `peak` bytes, if these are more: at most as
+    many as any other option of the item.
+    """
 
     nbytes: int
     seconds: float
+    peak: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +128,13 @@ def _upgrades(items: Sequence[Item], frontiers: Sequence[Sequence[int]]) -> list
     return found
 
 
-def _filled(chosen: list[int], upgrades: Sequence[_Upgrade], room: int, since: int = 0) -> int:
+def _filled(
+    chosen: list[int],
+    upgrades: Sequence[_Upgrade],
+    room: int,
+    since: int = 0,
+    fits: Callable[[list[int]], bool] = lambda _chosen: True,
+) -> int:
     """Make the `upgrades` of items from `since` on that fit into `room`, in their order. Returns the room that is left."""
     stuck: set[int] = set()
     for one in upgrades:
@@ -132,9 +143,23 @@ def _filled(chosen: list[int], upgrades: Sequence[_Upgrade], room: int, since: i
         if one.nbytes > room:
             stuck.add(one.item)
             continue
-        chosen[one.item] = one.option
+        before, chosen[one.item] = chosen[one.item], one.option
+        if not fits(chosen):
+            chosen[one.item] = before
+            stuck.add(one.item)
+            continue
         room -= one.nbytes
     return room
+
+
+def _needed(items: Sequence[Item], chosen: Sequence[int]) -> int:
+    """The most bytes at any moment."""
+    taken = most = 0
+    for item, index in zip(items, chosen, strict=True):
+        option = item.options[index]
+        most = max(most, taken + option.peak)
+        taken += option.nbytes
+    return max(most, taken)
 
 
 def _sums(items: Sequence[Item], chosen: Sequence[int]) -> tuple[int, float]:
@@ -150,11 +175,16 @@ def greedy(items: Sequence[Item], limit: int) -> Choice:
     frontiers = [_frontier(item) for item in items]
     chosen = [frontier[0] for frontier in frontiers]
     least, seconds = _sums(items, chosen)
-    if least > limit:
-        raise DoesNotFit.by(least, limit, [item.name for item in items], [_least(item) for item in items])
+    needed = _needed(items, chosen)
+    if needed > limit:
+        sizes = [max(_least(item), *(option.peak for option in item.options)) for item in items]
+        raise DoesNotFit.by(needed, limit, [item.name for item in items], sizes)
     upgrades = _upgrades(items, frontiers)
     bound = seconds - float(_most_saved(upgrades, limit - least))
-    _filled(chosen, upgrades, limit - least)
+    if _first_peak(items) < len(items):
+        _filled(chosen, upgrades, limit - least, fits=lambda chosen: _needed(items, chosen) <= limit)
+    else:
+        _filled(chosen, upgrades, limit - least)
     nbytes, seconds = _sums(items, chosen)
     return Choice(tuple(chosen), nbytes, seconds, min(bound, seconds))
 
@@ -167,13 +197,44 @@ def _most_saved(upgrades: Sequence[_Upgrade], room: Any) -> Any:
 
 
 def best(items: Sequence[Item], limit: int, *, states: int = _STATES) -> Choice:
-    """The choice that takes the fewest seconds within `limit` bytes.
+    """The choice that takes the fewest seconds within `limit` bytes at any moment.
 
     Where more than so many `states` are left, as where very many choices take nearly the same time, only the fastest of
     those that take nearly as many bytes go on; ``bound`` says how much faster another choice could be.
     Raises :class:`DoesNotFit`.
     """
-    order = sorted(range(len(items)), key=lambda number: (-_span(items[number]), items[number].options))
+    last = tuple(replace(option, nbytes=max(option.nbytes, option.peak), peak=0) for option in items[-1].options)
+    ending = [*items[:-1], replace(items[-1], options=last)]  # nothing is behind it
+    order = sorted(range(len(items)), key=lambda number: (-_span(ending[number]), ending[number].options))
+    least = _needed(items, [_frontier(item)[0] for item in items])
+    heeded: set[int] = set()  # items whose peaks count so far: to others, more items can be added in any order
+    while True:
+        now = [item if number in heeded else _without_peaks(item) for number, item in enumerate(ending)]
+        ahead = min(heeded, default=len(items))
+        ordered = [*(number for number in order if number < ahead), *range(ahead, len(items))]
+        found = _best(now, ordered, limit, states) if least <= limit else greedy(items, limit)  # which raises
+        over = _over(items, found.options, limit)
+        if over is None:
+            return replace(found, nbytes=_sums(items, found.options)[0])
+        heeded.add(over)
+
+
+def _without_peaks(item: Item) -> Item:
+    return replace(item, options=tuple(replace(option, peak=0) for option in item.options))
+
+
+def _over(items: Sequence[Item], chosen: Sequence[int], limit: int) -> int | None:
+    """The last item whose peak is above the limit."""
+    taken, found = 0, None
+    for number, (item, index) in enumerate(zip(items, chosen, strict=True)):
+        if taken + item.options[index].peak > limit:
+            found = number
+        taken += item.options[index].nbytes
+    return found
+
+
+def _best(items: Sequence[Item], order: Sequence[int], limit: int, states: int) -> Choice:
+    """The same, adding items in this `order`, in which those that come after a peak are behind it."""
     ordered = [items[number] for number in order]
     frontiers = [_frontier(item) for item in ordered]
     smallest = [frontier[0] for frontier in frontiers]
@@ -187,12 +248,16 @@ def best(items: Sequence[Item], limit: int, *, states: int = _STATES) -> Choice:
         frontier = frontiers[number]
         rest_bytes, rest_seconds = _sums(ordered[number + 1 :], smallest[number + 1 :])
         later = [one for one in upgrades if one.item > number]
-        taken = numpy.array([item.options[index].nbytes for index in frontier], dtype=numpy.int64)
+        taken, peaks = (
+            numpy.array([getattr(item.options[index], name) for index in frontier], dtype=numpy.int64)
+            for name in ("nbytes", "peak")
+        )
         lasts = numpy.array([item.options[index].seconds for index in frontier])
         all_bytes, all_seconds = (nbytes[:, None] + taken).ravel(), (seconds[:, None] + lasts).ravel()
         room = limit - rest_bytes - all_bytes
+        most = (nbytes[:, None] + peaks).ravel()
         least = all_seconds + rest_seconds - _most_saved(later, numpy.maximum(room, 0))
-        keep = numpy.flatnonzero((room >= 0) & (least < shortest * (1 - _ROUNDING)))
+        keep = numpy.flatnonzero((room >= 0) & (most <= limit) & (least < shortest * (1 - _ROUNDING)))
         keep = keep[numpy.lexsort((all_seconds[keep], all_bytes[keep]))]
         keep = keep[_undominated(all_seconds[keep])]
         if len(keep) > states:
@@ -207,13 +272,19 @@ def best(items: Sequence[Item], limit: int, *, states: int = _STATES) -> Choice:
         chosen = [*_followed(trail, promising), *smallest[number + 1 :]]
         _filled(chosen, later, int(room[keep][promising]), number + 1)
         _, total = _sums(ordered, chosen)
-        if total < shortest:
+        if total < shortest and _needed(ordered, chosen) <= limit:
             found, shortest = chosen, total
     chosen = [0] * len(items)
     for place, option in zip(order, found, strict=True):
         chosen[place] = option
     taken_in_all, total = _sums(items, chosen)
     return Choice(tuple(chosen), taken_in_all, total, min(bound, total))
+
+
+def _first_peak(items: Sequence[Item]) -> int:
+    """The number of the first item that takes more for a moment."""
+    peaks = (number for number, item in enumerate(items) if any(option.peak for option in item.options))
+    return next(peaks, len(items))
 
 
 def _span(item: Item) -> int:

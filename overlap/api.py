@@ -66,11 +66,11 @@ from overlap.horovod.synchronization import barrier, join, poll, synchronize
 from overlap.horovod.timeline import draw_timeline, start_timeline, stop_timeline
 from overlap.job.process_set import ProcessSet, global_process_set
 from overlap.job.session import current
-from overlap.optimizer.checkpoints import load_checkpoint, save_checkpoint, sharded_state_dict
-from overlap.optimizer.dtensors import dtensor_state_dict, load_dtensor_state_dict
-from overlap.optimizer.pretrained import load_pretrained, save_pretrained
 from overlap.optimizer.replicas import check_replicas
-from overlap.optimizer.whole import whole
+from overlap.optimizer.saving.checkpoints import load_checkpoint, save_checkpoint, sharded_state_dict
+from overlap.optimizer.saving.dtensors import dtensor_state_dict, load_dtensor_state_dict
+from overlap.optimizer.saving.pretrained import load_pretrained, save_pretrained
+from overlap.optimizer.whole import full_state_dict, whole
 from overlap.state.deferred_init import deferred_init, materialize
 from overlap.transport import compression
 from overlap.transport.compression import Compression, Compressor
@@ -119,6 +119,7 @@ __all__ = [
     "draw_timeline",
     "dtensor_state_dict",
     "elastic",
+    "full_state_dict",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build Horovod 0.28.1 into .venv, with the MPI of comm_core: the baseline of the benchmarks. About three minutes.
+# Build Horovod 0.28.1 into .venv, with the MPI of comm_core and with gloo: the baseline of the benchmarks. Some five minutes.
 #
 #     make horovod
 set -euo pipefail
@@ -11,17 +11,18 @@ version=0.28.1
 
 imports() { # under mpirun, which finds the MPI of .venv
     "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("horovod") is None)' &&
-        scripts/mpirun -np 1 "$venv/bin/python" -c 'import horovod.torch'
+        scripts/mpirun -np 1 "$venv/bin/python" -c 'import sys, horovod.torch as h; sys.exit(not (h.mpi_built() and h.gloo_built()))'
 }
 imports 2>/dev/null && echo "horovod: ready" && exit 0
 
 compiler=${CXX:-$(PATH=$PATH type -P c++ || type -P g++)}
 tools=$(mktemp -d)
 trap 'rm -rf "$tools"' EXIT
-# Horovod asks for C++14 and C++17, and today's torch headers need C++20.
+# Horovod asks for C++14 and C++17, and today's torch headers need C++20. Its gloo has headers that name types of <array> and
+# <cstdint>, which older compilers brought along.
 cat >"$tools/c++20" <<EOF
 #!/usr/bin/env bash
-arguments=()
+arguments=(-include array -include cstdint)
 for argument in "\$@"; do
     case \$argument in -std=*++1[147]) argument=-std=gnu++20 ;; esac
     arguments+=("\$argument")
@@ -33,8 +34,9 @@ chmod +x "$tools/c++20"
 echo "horovod: building $version for torch $("$venv/bin/python" -c 'import torch; print(torch.__version__)'); log in $log"
 "$venv/bin/python" -m pip install --quiet setuptools wheel >"$log" 2>&1 || true
 build() { # build OPTION...: of pip install
+    # Its gloo is older than the oldest CMake that today's one imitates by itself.
     PATH="$venv/bin:$PATH" CXX="$tools/c++20" HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 \
-        HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITHOUT_GLOO=1 MAKEFLAGS="-j$(nproc)" \
+        HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 MAKEFLAGS="-j$(nproc)" CMAKE_POLICY_VERSION_MINIMUM=3.5 \
         "$venv/bin/python" -m pip install --no-build-isolation "$@" "${HOROVOD_SOURCE:-horovod==$version}" >>"$log" 2>&1
 }
 if ! build; then
@@ -42,7 +44,7 @@ if ! build; then
     echo "horovod: could not be built (whole log: $log); benchmarks run without it" >&2
     exit 1
 fi
-# What pip keeps of an earlier build may be for another torch or MPI.
+# What pip keeps of an earlier build may be for another torch or MPI, or without gloo.
 if ! imports 2>>"$log"; then
     echo "horovod: pip's stored build does not fit; building anew"
     build --no-cache-dir --force-reinstall --no-deps

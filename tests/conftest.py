@@ -18,7 +18,19 @@ import pytest
 
 from tests import forkserver
 from tests.skipped import table
-from tests.tiers import FOUR, OVER_MPI, OVER_TCP, STRATEGY, TWO, Tier, is_beside, is_known, jobs_of, strategies_of
+from tests.tiers import (
+    FOUR,
+    OF_THE_BACKEND,
+    OVER_MPI,
+    OVER_TCP,
+    STRATEGY,
+    TWO,
+    Tier,
+    is_beside,
+    is_known,
+    jobs_of,
+    strategies_of,
+)
 
 # A missed wait then shows as NaN instead of as an old value.
 os.environ.setdefault("DEAR_POISON", "1")
@@ -27,7 +39,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 # These suites run inside every rank of a job that tests/test_spmd.py starts.
 if "DEAR_SPMD_SUITE" not in os.environ:
-    collect_ignore = ["comm_core", "spmd"]
+    collect_ignore = ["backend", "comm_core", "spmd"]
 
 
 def _has_gpu() -> bool:
@@ -36,11 +48,20 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def _runs_the_backend() -> bool:
+    import torch
+
+    from dear.backend.versions import is_supported
+
+    return is_supported(torch.__version__)
+
+
 _ENVIRON = pytest.StashKey[dict[str, str]]()
 CONDITIONS = {
     "needs_root": (lambda: os.geteuid() == 0, "needs root"),
     "needs_gpu": (_has_gpu, "needs a CUDA device"),
     "needs_horovod": (lambda: importlib.util.find_spec("horovod") is not None, "needs Horovod"),
+    "needs_backend": (_runs_the_backend, "needs torch 2.7, from which on the backend of torch.distributed runs"),
     "slow": (lambda: os.environ.get("DEAR_SLOW_TESTS") in ("1", "only"), "slow; make test-slow runs it"),
 }
 
@@ -155,14 +176,19 @@ def _in_ranks(items: list[pytest.Item]) -> set[pytest.Item]:
     found = set()
     for promise, cases in promises.items():
         item = next(iter(cases.values()))[0]
-        spread = _of_comm_core() if os.environ["DEAR_SPMD_SUITE"] == "comm_core" else FOUR if _takes_four(item) else TWO
-        if job in jobs_of(promise, spread) or not is_known(job):
+        if job in jobs_of(promise, _spread(item)) or not is_known(job):
             found |= {case for strategy in strategies_of(promise, list(cases), third=third) for case in cases[strategy]}
     return found
 
 
-def _of_comm_core() -> tuple[str, ...]:
-    return OVER_TCP if os.environ.get("COMM_CORE_TEST_BACKEND") in ("tcp", "sockets") else OVER_MPI
+def _spread(item: pytest.Item) -> tuple[str, ...]:
+    """The jobs of its suite among which promises are spread."""
+    suite = os.environ["DEAR_SPMD_SUITE"]
+    if suite == "comm_core":
+        return OVER_TCP if os.environ.get("COMM_CORE_TEST_BACKEND") in ("tcp", "sockets") else OVER_MPI
+    if suite == "backend":
+        return OF_THE_BACKEND[_takes_four(item)]
+    return FOUR if _takes_four(item) else TWO
 
 
 def _takes_four(item: pytest.Item) -> bool:

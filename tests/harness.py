@@ -79,11 +79,13 @@ def command_for(launcher: str, nranks: int, argv: Sequence[str]) -> list[str]:
     if launcher == "torchrun":
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nranks)]
         return [sys.executable, *run, *(["--no-python", sys.executable] if argv[0] == "-m" else []), *argv]
+    if launcher == "dearrun":
+        return [sys.executable, "-m", "dearrun", "-np", str(nranks), sys.executable, *argv]
     if launcher == "restarts":
         return [sys.executable, "-m", "dearrun", "-np", str(nranks), "--restarts", "2", sys.executable, *argv]
     if launcher == "single":
         return [sys.executable, *argv]
-    raise ValueError(f"launcher should be mpi, torchrun, restarts or single and is {launcher!r}")
+    raise ValueError(f"launcher should be mpi, torchrun, dearrun, restarts or single and is {launcher!r}")
 
 
 def run_ranks(

@@ -15,7 +15,7 @@ CALLS = {
     "dear": (124, 172, 222, 13),
     "oss": (124, 172, 222, 13),
     "wfbp": (84, 185, 185, 9),
-    "fsdp": (438, 680, 322, 15),  # at most: for each bucket, backward may give holes of the heap back
+    "fsdp": (438, 685, 325, 15),  # at most: for each bucket, backward may give holes of the heap back
 }
 SCRIPT = """
 import sys

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -13,13 +15,15 @@ import pytest
 from tests.harness import ROOT
 
 STRATEGIES = ("dear", "wfbp", "mgwfbp", "bytescheduler_adapter", "co2", "oss", "fsdp", "osdp")
-OURS = ("comm_core", "overlap", "dearrun", *STRATEGIES, "bench", "examples", "tests")
+OURS = ("comm_core", "overlap", "dearrun", *STRATEGIES, "pipe", "model_parallel", "bench", "examples", "tests")
 ALLOWED = {
     "comm_core": (),
     "overlap": ("comm_core",),
     "dearrun": ("comm_core", "overlap"),
     **dict.fromkeys(STRATEGIES, ("comm_core", "overlap")),
     "dear": ("comm_core", "overlap", "dearrun"),  # dear.run
+    "pipe": ("overlap",),
+    "model_parallel": ("overlap",),
 }
 TUNING = ("bayes", "campaign", "options", "space", "window")
 PURE = (
@@ -45,6 +49,7 @@ PURE = (
     "co2/schedule.py",
     "dear/schedule.py",
     "oss/fairscale.py",
+    "pipe/schedule.py",
     *(f"osdp/{name}.py" for name in ("choice", "job", "memory_plan", "published", "search")),
     "mgwfbp/merge.py",
     "bytescheduler_adapter/credit.py",
@@ -97,6 +102,22 @@ def test_imports_point_down(path: Path) -> None:
     for name in _imports(path, inside_functions=False):
         top = name.split(".")[0]
         assert top == package or top not in STRATEGIES, f"{_name(path)} imports {name} at its top"
+
+
+IMPORTERS = sorted(
+    path for folder in ("tests", "bench", "examples", "scripts") for path in (ROOT / folder).rglob("*.py")
+)
+
+
+@pytest.mark.parametrize("path", IMPORTERS, ids=_name)
+def test_what_is_imported_is_there(path: Path) -> None:
+    """A file that is run elsewhere only, inside ranks or by a second tier, names nothing that has moved."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ALLOWED:
+            module = importlib.import_module(node.module)
+            for name in (alias.name for alias in node.names):
+                there = hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}")
+                assert there, f"{_name(path)}:{node.lineno} imports {name} from {node.module}"
 
 
 @pytest.mark.parametrize("path", PURE)

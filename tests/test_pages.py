@@ -23,6 +23,8 @@ CODE = {
     "fsdp",
     "osdp",
     "co2",
+    "pipe",
+    "model_parallel",
     "bench",
 }
 FILES = {path.name for top in (*CODE, "tests", "examples", "scripts") for path in (ROOT / top).rglob("*.?*")}

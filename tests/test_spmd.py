@@ -7,6 +7,8 @@ Between them, those that compute with torch use each of its instruction sets tha
 must not hang on the width of vectors. Most of what is compared bit for bit is so at one and two ranks alone, so one job of
 each of these sizes takes what torch chooses by itself (the widest, as users have it) and other jobs the narrower ones.
 ``ATEN_CPU_CAPABILITY=avx2 make test`` runs all of them with one.
+
+The backend of torch.distributed has a suite of its own, under torchrun; it also runs over gloo.
 """
 
 from __future__ import annotations
@@ -69,6 +71,28 @@ def test_suite_on_a_pretended_device(record_property: Callable[[str, object], No
     env = {"DEAR_SPMD_SUITE": "spmd", "DEAR_SPMD_PART": "", "DEAR_TEST_DEVICE": "pretended", "DEAR_TESTS": "fast"}
     last, counts = _run("tests/spmd", "mpi", 2, env)
     record_property("suite", f"spmd       pretended device, mpi, 2 rank(s): {counts}, {last.seconds:.0f} s")
+
+
+@pytest.mark.needs_backend
+@pytest.mark.timeout(1260)
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [
+        ("dear", 2),
+        ("dear", 4),
+        pytest.param("dear", 1, marks=pytest.mark.full),
+        pytest.param("gloo", 2, marks=pytest.mark.full),
+        pytest.param("gloo", 4, marks=pytest.mark.full),
+    ],
+)
+def test_suite_of_the_torch_backend(backend: str, size: int, record_property: Callable[[str, object], None]) -> None:
+    """torch.distributed over our engine; all of it over gloo, too, which shows that the tests are right."""
+    env = {"DEAR_SPMD_SUITE": "backend", "DEAR_SPMD_PART": "", "DEAR_TEST_C10D": backend}
+    if backend == "gloo" or size == 1:  # which the fast tier has nothing of
+        env["DEAR_TESTS"] = ""
+    last, counts = _run("tests/backend", "torchrun", size, env)
+    record_property("suite", f"backend    {backend}, torchrun {size} rank(s): {counts}, {last.seconds:.0f} s")
+    record_property("skipped", (f"backend {backend} {size}", reasons(last.output)))
 
 
 def _run(what: str, launcher: str, size: int, env: dict[str, str]) -> tuple[Result, str]:

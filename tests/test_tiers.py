@@ -6,7 +6,18 @@ from collections import Counter
 
 import pytest
 
-from tests.tiers import FOUR, OVER_MPI, OVER_TCP, TWO, Tier, is_beside, is_known, jobs_of, strategies_of
+from tests.tiers import (
+    FOUR,
+    OF_THE_BACKEND,
+    OVER_MPI,
+    OVER_TCP,
+    TWO,
+    Tier,
+    is_beside,
+    is_known,
+    jobs_of,
+    strategies_of,
+)
 
 PROMISES = [f"test_this[{number}]" for number in range(400)]
 STRATEGIES = ("dear", "dear-layerwise", "oss", "wfbp", "mgwfbp", "bytescheduler")
@@ -48,8 +59,14 @@ def test_a_promise_is_shown_in_one_job_and_some_also_alone(possible: tuple[str, 
         assert counts[job] == pytest.approx(len(PROMISES) * possible.count(job) / len(possible), rel=0.3)
 
 
+@pytest.mark.parametrize("takes_four", [True, False])
+def test_the_backend_is_shown_at_two_ranks_or_at_four(takes_four: bool) -> None:
+    found = {job for promise in PROMISES for job in jobs_of(promise, OF_THE_BACKEND[takes_four])}
+    assert found - {"mpi-1"} == {"torchrun-4" if takes_four else "torchrun-2"}
+
+
 def test_a_job_of_another_size_runs_everything() -> None:
-    assert all(is_known(job) for job in (*TWO, *FOUR, *OVER_MPI, *OVER_TCP, "mpi-1"))
+    assert all(is_known(job) for job in (*TWO, *FOUR, *OVER_MPI, *OVER_TCP, "mpi-1", "torchrun-4"))
     assert not is_known("mpi-3")
 
 

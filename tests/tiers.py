@@ -19,6 +19,7 @@ from enum import Enum
 
 __all__ = [
     "FOUR",
+    "OF_THE_BACKEND",
     "OVER_MPI",
     "OVER_TCP",
     "STRATEGY",
@@ -35,9 +36,10 @@ _IN_SHARDS = ("dear", "oss")  # so begin the names of those in which a rank upda
 _IN_FULL = ("wfbp", "mgwfbp", "bytescheduler")
 
 # The jobs among which promises are spread.
-TWO = ("mpi-2", "mpi-2", "mpi-2", "mpi-2", "torchrun-2")
+TWO = ("mpi-2", "mpi-2", "mpi-2", "torchrun-2", "torchrun-2")
 FOUR = ("mpi-2", "mpi-2", "mpi-4", "torchrun-2")  # of what takes four ranks to show all of it
 OVER_MPI, OVER_TCP = ("mpi-2", "mpi-4"), ("tcp-2", "tcp-4", "sockets-4")  # of comm_core's own tests
+OF_THE_BACKEND = {False: ("torchrun-2",), True: ("torchrun-4",)}  # by whether it takes four ranks
 _ALONE, _ALONE_EVERY = "mpi-1", 8
 _BESIDE = ("mpi-2", "mpi-2", "mpi-4", "torchrun-2", _ALONE)  # among which the second tier spreads cases
 
@@ -82,7 +84,7 @@ def jobs_of(promise: str, possible: Sequence[str]) -> set[str]:
 
 def is_known(job: str) -> bool:
     """Whether the fast tier chooses among the tests of that job: it runs all in jobs that a person starts otherwise."""
-    return job in (*TWO, *FOUR, *OVER_TCP, _ALONE)
+    return job in (*TWO, *FOUR, *OVER_TCP, *OF_THE_BACKEND[True], _ALONE)
 
 
 def _hash(text: str) -> int:

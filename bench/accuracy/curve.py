@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -13,11 +14,14 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import LogFormatter
 
-__all__ = ["LONG_WINDOW", "apart", "draw", "report", "smooth"]
+from bench.accuracy.ranks import whose
 
-Curve = Mapping[str, Sequence[float]]
+__all__ = ["LONG_WINDOW", "apart", "draw", "report", "runs_of", "smooth", "smooth_seconds", "window_of"]
+
+Curve = Mapping[str, Any]
 WINDOW = 5
 LONG_WINDOW = 25  # where losses of methods are not the same
+_SECONDS = 0.05  # of the longest run: the window of means over seconds
 _ALIKE = 0.1  # losses that are farther apart are
 _COLORS = 10  # of matplotlib's cycle; more lines are dashed
 
@@ -25,6 +29,30 @@ _COLORS = 10  # of matplotlib's cycle; more lines are dashed
 def smooth(values: Sequence[float], window: int = WINDOW) -> list[float]:
     """Means over the last `window` values; of fewer at the beginning."""
     return [statistics.mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+
+
+def smooth_seconds(values: Sequence[float], seconds: Sequence[float], window: float) -> list[float]:
+    """Means over what ended in the last `window` seconds; over fewer at the beginning.
+
+    So methods whose steps take more or less time are averaged over the same time, and of each as many steps as it makes in
+    that.
+    """
+    first, means = 0, []
+    for end, now in enumerate(seconds, 1):
+        while seconds[first] <= now - window:
+            first += 1
+        means.append(statistics.fmean(values[first:end]))
+    return means
+
+
+def runs_of(curves: Mapping[str, Curve]) -> list[Curve]:
+    """All runs of all methods."""
+    return [run for curve in curves.values() for run in curve.get("runs", [curve])]
+
+
+def window_of(runs: Sequence[Curve]) -> float:
+    """The seconds over which the losses of all these runs are averaged: a twentieth of the longest."""
+    return _SECONDS * max(float(run["seconds"][-1]) for run in runs)
 
 
 def apart(curves: Mapping[str, Curve]) -> float:
@@ -49,14 +77,15 @@ def report(curves: Mapping[str, Curve]) -> str:
 def draw(curves: Mapping[str, Curve], title: str, path: Path, *, timed: bool) -> None:
     """Draw the loss over steps, methods with equal results as one line, and if `timed` over wall time beside it.
 
-    Where results differ, means are over more steps, and the scale is logarithmic.
+    Means are over steps there, and over seconds here: the same for all methods. Where results differ, they are over more
+    steps, and the scale is logarithmic.
     """
     figure, panels = plt.subplots(
         1, 2 if timed else 1, figsize=(13 if timed else 11, 4.2), layout="constrained", sharey=True, squeeze=False
     )
     over_steps, over_time = panels[0, 0], panels[0, 1] if timed else None
     alike = apart(curves) < _ALIKE
-    window = WINDOW if alike else LONG_WINDOW
+    window, seconds = WINDOW if alike else LONG_WINDOW, window_of(runs_of(curves))
     slowest_first = sorted(curves.items(), key=lambda item: -item[1]["seconds"][-1])
     for place, (name, curve) in enumerate(slowest_first):
         losses = smooth(curve["loss"], window)
@@ -67,12 +96,15 @@ def draw(curves: Mapping[str, Curve], title: str, path: Path, *, timed: bool) ->
         )[0]
         if over_time is None:
             continue
+        losses = smooth_seconds(curve["loss"], curve["seconds"], seconds)
         over_time.plot(curve["seconds"], losses, lw=1.6, ls=line.get_linestyle(), color=line.get_color(), label=name)
         over_time.axvline(curve["seconds"][-1], color=line.get_color(), lw=0.8, ls=":")
     over_steps.set_xlabel("steps")
     if over_time is not None:
         over_time.set_xlabel("seconds; dotted: all steps done")
-    over_steps.set_ylabel(f"loss on rank 0, mean of {window} steps")
+        over_time.set_title(f"means of {seconds:.3g} seconds", fontsize="small")
+    over_steps.set_ylabel(f"loss, {whose(runs_of(curves))}")
+    over_steps.set_title(f"means of {window} steps", fontsize="small")
     if alike:
         over_steps.set_ylim(bottom=0)
     else:

@@ -31,6 +31,7 @@ LossOf = Callable[[nn.Module, torch.Generator], torch.Tensor]
 class Task:
     """A model, what makes its loss (of a batch that a generator picks), and the optimizer that suits both.
 
+    `rates`: the learning rates among which each method's is searched, where that is asked for.
     `schedule`: of a step and how many there are, the part of the learning rate that the step takes; None: all of it.
     `held_out`: by name, what a trained model is worth on data that it has not seen.
     """
@@ -39,6 +40,7 @@ class Task:
     loss: Callable[[], LossOf]
     optimizer: Callable[..., torch.optim.Optimizer]
     arguments: Mapping[str, Any]
+    rates: tuple[float, ...]
     held_out: Callable[[nn.Module], dict[str, float]] | None = None
     schedule: Callable[[int, int], float] | None = None
 
@@ -177,10 +179,13 @@ def _of_words(words: torch.Tensor, pieces: int = 8) -> LossOf:
     return loss
 
 
+_SGD, _ADAMW = (0.005, 0.015, 0.05, 0.15, 0.5), (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 TASKS = {
-    "digits": Task(_perceptron, _digits, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    "narrow": Task(_narrow, _digits, torch.optim.SGD, {"lr": 0.05}),
-    "gpt2": Task(_small_gpt2, _next_byte, torch.optim.AdamW, {"lr": 1e-3}),
-    "cnn": Task(_convolutions, _seen_digits, torch.optim.AdamW, {"lr": 1e-3}, _held_out_digits),
-    "language": Task(_smaller_gpt2, _seen_words, torch.optim.AdamW, {"lr": 1e-3}, _held_out_words, warm_up_and_cosine),
+    "digits": Task(_perceptron, _digits, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}, _SGD),
+    "narrow": Task(_narrow, _digits, torch.optim.SGD, {"lr": 0.05}, _SGD),
+    "gpt2": Task(_small_gpt2, _next_byte, torch.optim.AdamW, {"lr": 1e-3}, _ADAMW),
+    "cnn": Task(_convolutions, _seen_digits, torch.optim.AdamW, {"lr": 1e-3}, _ADAMW, _held_out_digits),
+    "language": Task(
+        _smaller_gpt2, _seen_words, torch.optim.AdamW, {"lr": 1e-3}, _ADAMW, _held_out_words, warm_up_and_cosine
+    ),
 }

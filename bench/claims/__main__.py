@@ -2,6 +2,7 @@
 
     python -m bench.claims              exits with 1 where a page says something else than the results, or names no source
     python -m bench.claims --write      writes what the results say into the pages
+    python -m bench.claims --show "ratio default-sweep dear ddp model=resnet50"      recomputes a number
 
 A measured number, or a whole table, stands between its source and an end, which readers do not see:
 
@@ -11,9 +12,10 @@ A measured number, or a whole table, stands between its source and an end, which
     | method | … |
     <!-- end -->
 
-The functions in `bench/claims/sweeps.py`, `curves.py`, `collectives.py` and `paired.py` are what a source may ask for. In
-the sections that `bench/claims/pages.py` names, every number in a table needs one, and in a sentence every one that looks
-measured: a decimal, a factor, seconds, a percentage, MB. Settings and commands stand in code font, limits behind ≤, and
+The functions in `bench/claims/sweeps.py`, `curves.py`, `collectives.py`, `paired.py`, `experiments.py`, `judged.py` and
+`ages.py` are what a source may ask for; `in_words` before one says its number as a word. In the sections that
+`bench/claims/pages.py` names, every number in a table needs one, and in a sentence every one that looks measured: a
+decimal, a factor, seconds, a percentage, MB, twice, a third. Settings and commands stand in code font, limits behind ≤, and
 need none.
 """
 
@@ -23,7 +25,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from bench.claims.ages import refresh
 from bench.claims.pages import MEASURED, problems, unsourced, written
+from bench.claims.views import RESULTS, render
 from bench.program import ROOT
 
 __all__ = ["main", "pages"]
@@ -36,7 +40,16 @@ def pages() -> list[Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write what the results say into the pages")
+    parser.add_argument("--show", metavar="SOURCE", help="say what the results say to a source, and nothing else")
     arguments = parser.parse_args()
+    if arguments.show is not None:
+        try:
+            print(render(arguments.show))
+        except ValueError as error:
+            parser.error(str(error))
+        return 0
+    if arguments.write and refresh(RESULTS):
+        print("wrote docs/results/ages.json")
     wrong = 0
     for page in pages():
         name, text = str(page.relative_to(ROOT)), page.read_text()

@@ -2,53 +2,99 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
+from typing import Any
 
 from bench.claims.source import Source, table
+from bench.collectives.levels import LevelRow
+from bench.sweep.report import BUSY_MARK, BUSY_NOTE
+from bench.train.cores import was_busy
 
 __all__ = ["COLLECTIVES"]
+
+_SENT = 64 * 2**10  # smaller messages wait for each other, not for the wire
+
+
+def _noted(text: str) -> str:
+    return f"{text}\n\n{BUSY_NOTE}" if BUSY_MARK in text else text
 
 
 def collectives(source: Source) -> str:
     """collectives NAME: ``docs/results/collectives/NAME.json``, as ``bench.collectives --json`` writes it, from 1 MB on."""
-    found = json.loads((source.folder / "collectives" / f"{source.words[0]}.json").read_text())
+    found = source.raw(f"collectives/{source.words[0]}.json")
     cells = []
     for row in found["rows"]:
         if row["bytes"] >= 2**20:
-            figures = [row[name] for name in ("to_wire", "to_gloo", "cpu_to_gloo")]
+            figures = [row.get(name) for name in ("to_plain", "to_wire", "to_gloo", "cpu_to_gloo")]
             spread = f"{row['low_ms']:.2f} – {row['high_ms']:.2f}"
             size, ms = f"{row['bytes'] / 2**20:g} MB", f"{row['ms']:.2f}"
             texts = ["" if value is None else f"{value:.2f}" for value in figures]
             cells.append([row["operation"], size, str(row["n"]), ms, spread, *texts])
-    head = ["operation", "size", "n", "ms", "quartiles", "× wire", "× gloo", "CPU × gloo"]
-    where = f"{found['hosts']} hosts, {found['network']}, {found['backend']}"
+    head = ["operation", "size", "n", "ms", "quartiles", "× plain TCP", "× wire", "× gloo", "CPU × gloo"]
+    where = f"{found['hosts']} hosts, {found['network']}, {found['backend']}{BUSY_MARK * was_busy(found)}"
     goodput = f", goodput {found['goodput'] * 8 / 1e6:.0f} Mbit/s" if found["goodput"] else ""
-    return f"{where}{goodput}:\n\n{table(head, cells)}"
+    return _noted(f"{where}{goodput}:\n\n{table(head, cells)}")
 
 
 def rings(source: Source) -> str:
-    """rings NAME …: large reduce-scatters and all-gathers of ``docs/results/collectives/NAME.json``, a line for each file.
+    """rings NAME …: reduce-scatters and all-gathers of ``docs/results/collectives/NAME.json``, a line for each size.
 
-    What a ring reaches of the goodput of plain TCP, with the largest operation that was measured.
+    What a ring reaches of plain TCP with the same messages, n times in one process; in older files, of the goodput of a
+    stream of plain TCP.
     """
     cells = []
     for name in source.words:
-        found = json.loads((source.folder / "collectives" / f"{name}.json").read_text())
-        largest = max(row["bytes"] for row in found["rows"])
-        rows = {row["operation"]: row for row in found["rows"] if row["bytes"] == largest}
-        shares = [f"{1 / rows[one]['to_wire']:.2f}" for one in ("reduce_scatter", "all_gather")]
-        busy = max(row["cores_busy"] for row in rows.values())
-        goodput = f"{found['goodput'] * 8 / 1e9:.3g}"
-        cells.append([found["network"], str(found["connections"]), goodput, *shares, f"{busy:.0%}"])
+        found = source.raw(f"collectives/{name}.json")
+        for size in sorted({row["bytes"] for row in found["rows"]}):
+            rows = {row["operation"]: row for row in found["rows"] if row["bytes"] == size}
+            both = [rows[one] for one in ("reduce_scatter", "all_gather") if one in rows]
+            if size < _SENT or len(both) < 2:
+                continue
+            shares = [f"{1 / (row.get('to_plain') or row['to_wire']):.2f}" for row in both]
+            busy = max(row["cores_busy"] for row in both)
+            limit = max(_plain_bits(row) or found["goodput"] * 8 for row in both)
+            network = found["network"] + BUSY_MARK * was_busy(found)
+            place = [network, str(found["connections"]), _size(size), f"{limit / 1e9:.3g}"]
+            cells.append([*place, *shares, str(min(row["n"] for row in both)), f"{busy:.0%}"])
     head = [
         "network",
         "connections",
+        "size",
         "plain TCP, Gbit/s",
         "reduce-scatter, of that",
         "all-gather, of that",
+        "repetitions",
         "cores busy",
     ]
     return table(head, cells)
 
 
-COLLECTIVES = (collectives, rings)
+def _plain_bits(row: Mapping[str, Any]) -> float | None:
+    """Bits per second of plain TCP with the same messages; None where they were not sent."""
+    if not row.get("plain_ms"):
+        return None
+    return float(row["bus_mb_per_s"] * 8e6 * row["ms"] / row["plain_ms"])
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:g} MB" if nbytes >= 2**20 else f"{nbytes / 2**10:g} KB"
+
+
+def levels(source: Source) -> str:
+    """levels NAME: two levels beside one ring, ``docs/results/collectives/NAME.json``, measured with --ranks-per-host."""
+    found = source.raw(f"collectives/{source.words[0]}.json")
+    cells = []
+    for row in (LevelRow(**each) for each in found["rows"]):
+        spread = f"{row.low_ms:.1f} – {row.high_ms:.1f}"
+        figures = [f"{row.ms:.1f}", spread, f"{row.flat_ms:.1f}", f"{row.to_flat:.2f}"]
+        sent = [f"{mb:.1f}" for mb in (row.sent_mb, row.flat_sent_mb, row.hosts_sent_mb)]
+        cells.append([row.operation, f"{row.bytes / 2**20:g} MB", str(row.n), *figures, *sent])
+    head = ["operation", "size", "n", "two levels, ms", "quartiles", "one ring, ms", "× one ring"]
+    head += ["a host sends, MB", "in one ring", "with one rank a host"]
+    goodput = f", goodput {found['goodput'] * 8 / 1e6:.0f} Mbit/s" if found["goodput"] else ""
+    where = f"{found['hosts']} hosts with {found['ranks_per_host']} ranks each, {found['network']}, {found['backend']}"
+    where += BUSY_MARK * was_busy(found)
+    return _noted(f"{where}{goodput}:\n\n{table(head, cells)}")
+
+
+COLLECTIVES = (collectives, rings, levels)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from bench.claims.views import render
 
-__all__ = ["MEASURED", "problems", "unsourced", "written"]
+__all__ = ["MEASURED", "passages", "problems", "unsourced", "written"]
 
 # Pages, and the heading of the section in which numbers need a source; None: all of the page.
 MEASURED = {"README.md": "What was measured", "docs/performance.md": None}
@@ -22,6 +22,12 @@ _FREE = re.compile(  # what holds no claim: fenced and indented code, code font,
 _MEASURED = re.compile(
     rf"× ?{_NUMBER}|{_NUMBER} ?(?:×|%|°|(?:x|times|s|ms|µs|ns|L|KB|MB|MiB|GB|GiB|seconds|minutes|min)(?!\w))"
     r"|(?<![\w.])\d+\.\d+(?![\w]|\.\d)"
+)
+_COUNT = "two|three|four|five|six|seven|eight|nine|ten"
+_PART = "third|quarter|fifth|sixth|seventh|eighth|ninth|tenth|twentieth|hundredth"
+_WORD = re.compile(  # numbers in words that look measured: in_words gives them a source
+    rf"\b(?:twice|thrice|half|halves|(?:an?|one|{_COUNT})\s+(?:{_PART})s?|(?:{_COUNT})\s+(?:times|of\s+(?:these|them)))\b",
+    re.IGNORECASE,
 )
 _ROW = re.compile(r"^\|.*$", re.MULTILINE)
 
@@ -50,7 +56,7 @@ def _section(text: str, heading: str | None) -> str:
 
 
 def unsourced(text: str, heading: str | None) -> Iterator[tuple[int, str]]:
-    """Numbers in a page that look measured and name no source, by line."""
+    """Numbers in a page, in digits or words, that look measured and name no source, by line."""
     bare = _SOURCED.sub(lambda found: _blank(found[0]), _section(text, heading))
     bare = _FREE.sub(lambda found: _blank(found[0]), bare)
     in_tables = [
@@ -59,8 +65,15 @@ def unsourced(text: str, heading: str | None) -> Iterator[tuple[int, str]]:
     in_sentences = [
         (found.start(), found[0]) for found in _MEASURED.finditer(_ROW.sub(lambda row: _blank(row[0]), bare))
     ]
-    for place, number in sorted(in_tables + in_sentences):
-        yield _line(bare, place), number.strip()
+    in_words = [(found.start(), found[0]) for found in _WORD.finditer(bare)]
+    for place, number in sorted(in_tables + in_sentences + in_words):
+        yield _line(bare, place), " ".join(number.split())
+
+
+def passages(text: str) -> Iterator[tuple[int, str, str]]:
+    """The sourced passages of a page: the line, the source, and what the page says."""
+    for found in _SOURCED.finditer(text):
+        yield _line(text, found.start()), found["source"], found["text"].strip("\n")
 
 
 def _rendered(found: re.Match[str], view: Callable[[str], str]) -> str:

@@ -4,25 +4,54 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.methods.spec import family_of
+from bench.sweep.report import BUSY_MARK, BUSY_NOTE
 from bench.sweep.summary import GROUP, Group, group
+from bench.train.cores import was_busy
 
 __all__ = ["Source", "table"]
 
-_NOTE = "\\* with changes that were not committed."
+_NOTES = {"*": "\\* with changes that were not committed.", BUSY_MARK: BUSY_NOTE}
 
 
 @dataclass(frozen=True)
 class Source:
-    """A source, taken apart: the files it may read, its words after the view, and settings and options by name."""
+    """A source, taken apart: the files it may read, its words after the view, and settings and options by name.
+
+    `read` are the files that it has read, in the folder. Where it is not `strict`, a sentence may speak of runs that tables
+    mark, and `marks` are theirs.
+    """
 
     folder: Path
     words: tuple[str, ...]
     named: Mapping[str, str]
+    strict: bool = True
+    read: list[str] = field(default_factory=list)
+    marks: list[str] = field(default_factory=list)
+
+    def quiet(self, found: Mapping[str, Any]) -> None:
+        """As :meth:`mark`, where others used the machine when what was `found` began."""
+        if was_busy(found):
+            self.mark(BUSY_MARK)
+
+    def mark(self, marks: str) -> None:
+        """Raises ``ValueError`` for runs with such marks, which a sentence has no room for, where that is strict."""
+        if self.strict:
+            raise ValueError(
+                "a sentence does not speak of runs whose code was not committed, or that began on a busy machine; "
+                "a table marks them"
+            )
+        self.marks.append(marks)
+
+    def raw(self, name: str) -> dict[str, Any]:
+        """The results in a file. Raises ``OSError`` where there is none."""
+        found: dict[str, Any] = json.loads((self.folder / name).read_text())
+        self.read.append(name)
+        return found
 
     def methods(self) -> list[str]:
         """The families of methods that the words after the file name."""
@@ -34,8 +63,7 @@ class Source:
         return self.named[name]
 
     def sweep(self) -> dict[str, Any]:
-        data: dict[str, Any] = json.loads((self.folder / self.words[0] / "reports.json").read_text())
-        return data
+        return self.raw(f"{self.words[0]}/reports.json")
 
     def groups(self) -> list[Group]:
         """The groups of the sweep that have all the settings named. Raises ``ValueError`` where there are none."""
@@ -61,4 +89,5 @@ class Source:
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    return f"{text}\n\n{_NOTE}" if "*" in text.replace("**", "") else text
+    notes = [note for mark, note in _NOTES.items() if mark in text.replace("**", "")]
+    return "\n\n".join([text, *notes])

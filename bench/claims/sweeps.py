@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from bench.claims.source import Source, table
 from bench.methods.spec import family_of, parse_spec
-from bench.sweep.report import bound_of, provenance
+from bench.sweep.ratios import Ratio, paired
+from bench.sweep.report import BUSY_MARK, bound_of, provenance
 from bench.sweep.summary import Group, Row
 from bench.train.origin import UNCOMMITTED
 
@@ -15,7 +16,7 @@ __all__ = ["SWEEPS"]
 
 
 def _mark(row: Row) -> str:
-    return "\\*" if UNCOMMITTED in row.origin else ""
+    return ("\\*" if UNCOMMITTED in row.origin else "") + BUSY_MARK * row.busy
 
 
 def _place(one: Group) -> list[str]:
@@ -35,7 +36,13 @@ def _ratio(one: Group) -> str:
 
 
 def _bounded(row: Row, one: Group) -> str:
-    return f"{row.median / one.bound:.2f}" if one.bound else ""
+    ratio = one.to_bound(row)
+    return ratio.cell if ratio else ""
+
+
+def _counts(*ratios: Ratio) -> str:
+    """The n of several ratios."""
+    return " / ".join(dict.fromkeys(str(ratio.n) for ratio in ratios))
 
 
 def about(source: Source) -> str:
@@ -53,8 +60,9 @@ def methods(source: Source) -> str:
     for row in sorted(rows, key=lambda row: row.median):
         name = "computation alone" if row.family == "none" else f"`{row.method}`"
         spread = f"{row.low:.3f} – {row.high:.3f}"
-        cells.append([name + _mark(row), f"{row.median:.3f}", spread, str(row.n), _bounded(row, one)])
-    return table(["method", "step, median s", "quartiles", "n", "× L"], cells) + f"\n\n{bound_of(one)}"
+        told = [f"{row.median:.3f}", spread, str(row.n), _bounded(row, one), str(len(row.runs))]
+        cells.append([name + _mark(row), *told])
+    return table(["method", "step, median s", "quartiles", "steps", "× L", "n"], cells) + f"\n\n{bound_of(one)}"
 
 
 def against(source: Source) -> str:
@@ -65,8 +73,9 @@ def against(source: Source) -> str:
         if {mine, other} <= one.best.keys():
             sides = [one.best[name] for name in (mine, other)]
             texts = [[f"`{row.method}`" + _mark(row), f"{row.median:.3f}", _bounded(row, one)] for row in sides]
-            cells.append([*_place(one), _ratio(one), *texts[0], *texts[1], f"{sides[0].median / sides[1].median:.2f}"])
-    head = [*_PLACE, "wire/compute", mine, "s", "× L", other, "s", "× L", f"{mine} / {other}"]
+            ratio = paired(sides[0].runs, sides[1].runs)
+            cells.append([*_place(one), _ratio(one), *texts[0], *texts[1], ratio.cell, str(ratio.n)])
+    head = [*_PLACE, "wire/compute", mine, "s", "× L", other, "s", "× L", f"{mine} / {other}", "n"]
     return table(head, cells)
 
 
@@ -79,11 +88,12 @@ def as_it_comes(source: Source) -> str:
             fixed = [row for row in one.rows if parse_spec(row.method)[0] == "dear" and row.method != "dear"]
             if plain and fixed and "ddp" in one.best:
                 sides = [min(fixed, key=lambda row: row.median), one.best["ddp"]]
-                texts = [[f"`{row.method}`{_mark(row)}", f"{plain[0].median / row.median:.2f}"] for row in sides]
+                ratios = [paired(plain[0].runs, row.runs) for row in sides]
+                texts = [[f"`{row.method}`{_mark(row)}", ratio.cell] for row, ratio in zip(sides, ratios, strict=True)]
                 mine = [f"{plain[0].median:.3f}{_mark(plain[0])}", _bounded(plain[0], one)]
                 network = str(one.settings["network"])
-                cells.append([*_place(one), network, _ratio(one), *mine, *texts[0], *texts[1]])
-    beside = ["fixed", "`dear` / it", "DDP", "`dear` / it"]
+                cells.append([*_place(one), network, _ratio(one), *mine, *texts[0], *texts[1], _counts(*ratios)])
+    beside = ["fixed", "`dear` / it", "DDP", "`dear` / it", "n"]
     return table([*_PLACE, "network", "wire/compute", "`dear`, s", "× L", *beside], cells)
 
 
@@ -100,7 +110,8 @@ def _milliseconds(one: Group, name: str) -> str:
 
 def _bounds(one: Group, name: str) -> str:
     row = _fastest(one, name)
-    return _bounded(row, one) + _mark(row) if row else ""
+    ratio = one.to_bound(row) if row else None
+    return ratio.told + _mark(row) if row and ratio else ""
 
 
 def _range(values: Sequence[float], digits: int) -> str:
@@ -147,6 +158,7 @@ def speed(source: Source) -> str:
     """speed SWEEP [SETTING=…]: a row for every method, with the mean seconds of a step on each network, and its part of
     the speed without communication, which the method `none` of its group has."""
     cells: dict[str, dict[str, str]] = {}
+    counts: dict[str, list[Ratio]] = {}
     places: list[str] = []
     for one in source.groups():
         place = f"{one.settings['workers']} hosts, {one.settings['network']}"
@@ -156,8 +168,12 @@ def speed(source: Source) -> str:
             if alone is not None and row.family != "none":
                 told = f"{row.mean:.2f} s{_mark(row)}, {alone.mean / row.mean:.0%}"
                 cells.setdefault(row.method, {})[place] = told
-    rows = [[f"`{name}`", *(there.get(place, "") for place in places)] for name, there in cells.items()]
-    return table(["method", *places], rows)
+                counts.setdefault(row.method, []).append(paired(alone.runs, row.runs))
+    rows = [
+        [f"`{name}`", *(there.get(place, "") for place in places), _counts(*counts[name])]
+        for name, there in cells.items()
+    ]
+    return table(["method", *places, "n"], rows)
 
 
 def ratio(source: Source) -> str:
@@ -174,9 +190,18 @@ def _ratios(source: Source, sides: Sequence[str], rows_of: Callable[[Group], Map
     mine, other = sides
     found = [(one, rows_of(one)) for one in source.groups()]
     there = [(one, rows) for one, rows in found if {mine, other} - {"L"} <= rows.keys()]
-    _committed([rows[name] for _, rows in there for name in {mine, other} - {"L"}])
-    below = [one.bound if other == "L" else rows[other].median for one, rows in there]
-    return _range([rows[mine].median / value for (_, rows), value in zip(there, below, strict=True) if value], 2)
+    _committed(source, [rows[name] for _, rows in there for name in {mine, other} - {"L"}])
+    ratios = [
+        one.to_bound(rows[mine]) if other == "L" else paired(rows[mine].runs, rows[other].runs) for one, rows in there
+    ]
+    return _told([ratio for ratio in ratios if ratio is not None])
+
+
+def _told(ratios: Sequence[Ratio]) -> str:
+    """One ratio with its interval, or the range of several."""
+    if len(ratios) == 1:
+        return ratios[0].told
+    return f"{_range([ratio.value for ratio in ratios], 2)} ({len(ratios)} places, n = {_counts(*ratios)} each)"
 
 
 def across(source: Source) -> str:
@@ -184,31 +209,77 @@ def across(source: Source) -> str:
     mine, other = source.methods()
     there = replace(source, named={**source.named, "launcher": source.option("beside")})
     rows = [source.one_group().best[mine], there.one_group().best[other]]
-    _committed(rows)
-    return f"{rows[0].median / rows[1].median:.2f}"
+    _committed(source, rows)
+    return paired(rows[0].runs, rows[1].runs).told
 
 
 def between(source: Source) -> str:
     """between SWEEP MINE OTHER [SETTING=…]: the range of the ratio while the other's steps go through their quartiles."""
     one = source.one_group()
     mine, other = (one.best[name] for name in source.methods())
-    _committed([mine, other])
-    return f"{mine.median / other.high:.2f} – {mine.median / other.low:.2f}"
+    _committed(source, [mine, other])
+    spread = f"{mine.median / other.high:.2f} – {mine.median / other.low:.2f}"
+    return f"{spread} ({other.n} steps, n = {len(other.runs)})"
 
 
 def peak(source: Source) -> str:
     """peak SWEEP METHOD [SETTING=…]: MB of a rank at its peak; of several settings or groups a range."""
     rows = [row for one in source.groups() for row in one.rows if row.family == source.methods()[0]]
-    _committed(rows)
+    _committed(source, rows)
     return _range([row.peak_bytes / 2**20 for row in rows], 0)
 
 
-def _committed(rows: Sequence[Row]) -> None:
-    """Raises ``ValueError`` for rows that a sentence should not speak of."""
+def _committed(source: Source, rows: Sequence[Row]) -> None:
+    """Raises ``ValueError`` where there are none, and for rows that a sentence should not speak of."""
     if not rows:
         raise ValueError("there are no such runs")
-    if any(_mark(row) for row in rows):
-        raise ValueError("a sentence does not speak of runs whose code was not committed; a table marks them")
+    for row in rows:
+        if _mark(row):
+            source.mark(_mark(row))
+
+
+def peak_ratio(source: Source) -> str:
+    """peak_ratio SWEEP MINE OTHER [SETTING=…]: a rank's peak over the other's; of several settings or groups a range.
+
+    MINE and OTHER are settings, where the sweep has run these, or else methods with all of their settings.
+    """
+    found: list[Row] = []
+    ratios = []
+    for one in source.groups():
+        exact = [[row for row in one.rows if row.method == word] for word in source.words[1:]]
+        family = [[row for row in one.rows if row.family == name] for name in source.methods()]
+        mine, other = (rows or all_rows for rows, all_rows in zip(exact, family, strict=True))
+        found += [*mine, *other]
+        ratios += [above.peak_bytes / below.peak_bytes for above in mine for below in other]
+    _committed(source, found)
+    return f"{_range(ratios, 2)} (n = {min(len(row.runs) for row in found)})"
+
+
+def proportion(source: Source) -> str:
+    """proportion SWEEP compute|wire wire|compute [SETTING=…]: the one over the other, in one group."""
+    one = source.one_group()
+    above, below = ({"compute": one.compute, "wire": one.wire}[word] for word in source.words[1:])
+    if not above or not below:
+        raise ValueError("computation or goodput was not measured")
+    return f"{above / below:.2f}"
+
+
+def behind(source: Source) -> str:
+    """behind SWEEP … [within=BY]: in how many places `dear` without options is slower than the fastest DDP, ties aside.
+
+    With `within`, how many of these it loses by at most so much, as tables round it.
+    """
+    told = [
+        paired(plain.runs, one.best["ddp"].runs)
+        for name in source.words
+        for one in replace(source, words=(name,)).groups()
+        for plain in one.rows
+        if plain.method == "dear" and "ddp" in one.best
+    ]
+    lost = [ratio for ratio in told if ratio.value > 1 and not ratio.tie]
+    if "within" not in source.named:
+        return f"{len(lost)} of {len(told)}"
+    return str(sum(round(ratio.value, 2) <= 1 + float(source.option("within")) for ratio in lost))
 
 
 def bars(source: Source) -> str:
@@ -228,5 +299,5 @@ def search(source: Source) -> str:
 
 SWEEPS = (
     *(about, methods, against, as_it_comes, pivot, speed),
-    *(ratio, exactly, across, between, peak, bars, search),
+    *(ratio, exactly, across, between, peak, peak_ratio, proportion, behind, bars, search),
 )

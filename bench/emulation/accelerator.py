@@ -19,7 +19,7 @@ from bench.emulation.profile import EVEN, even, parse_spec
 from bench.models.catalog import Workload
 from overlap.plan.simulation.profile import Profile, load
 
-__all__ = ["Accelerator", "EmulatedLayer", "gradient_bytes", "owners"]
+__all__ = ["OWN", "Accelerator", "EmulatedLayer", "gradient_bytes", "owners"]
 
 OWN = "own"  # the emulated layer of a module that has both parameters and children
 _GRADIENT = 1e-3

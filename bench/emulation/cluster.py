@@ -3,6 +3,8 @@
     with Cluster(hosts=2, rate="1gbit") as cluster:
         cluster.run_mpi(["-m", "bench.collectives.worker"])
 
+    Cluster(2, "1gbit", ranks=2)        four ranks, two on each host; between these two nothing is shaped
+
 A token bucket of 128 KB at both ends of every link passes `rate` in each direction, as a switched full-duplex network
 does; a larger bucket would let a whole message through after an idle moment. With ``rate="1gbit+20ms"`` packets arrive
 20 ms later, and a process carries them (`bench.emulation.delayed`). Needs root. Every host has a name of its own (UTS
@@ -12,6 +14,7 @@ when the next cluster is made.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -27,11 +30,12 @@ from types import TracebackType
 from bench.emulation.delayed import MTU
 from bench.program import ROOT
 
-__all__ = ["Cluster", "ClusterError", "parse_rate"]
+__all__ = ["SUBNET", "Cluster", "ClusterError", "network", "parse_rate"]
 
 PREFIX = "dearemu"
 SUBNET = "10.77.0"
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_MEETING_PORT = "29400"
 _NAP_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 5.0  # of the others when one has failed: they may be about to say why
 _AGENT = """#!/bin/sh
@@ -65,18 +69,32 @@ def parse_rate(text: str) -> tuple[float, float]:
     return float(found[1]) * _UNITS[found[2]], float(found[3] or 0) / 1e3
 
 
-class Cluster:
-    """`hosts` namespaces with links of `rate` (1gbit, 100mbit, 1gbit+20ms), while the context lasts."""
+def network(text: str) -> str:
+    """The type of an argument of a command line that is a rate."""
+    try:
+        parse_rate(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
-    def __init__(self, hosts: int, rate: str = "1gbit") -> None:
+
+class Cluster:
+    """`hosts` namespaces with links of `rate` (1gbit, 100mbit, 1gbit+20ms), while the context lasts.
+
+    Jobs have so many `ranks` on each, of consecutive numbers.
+    """
+
+    def __init__(self, hosts: int, rate: str = "1gbit", ranks: int = 1) -> None:
         if hosts < 1:
             raise ValueError(f"a cluster needs at least 1 host, not {hosts}")
+        if ranks < 1:
+            raise ValueError(f"a host of a cluster needs at least 1 rank, not {ranks}")
         if os.geteuid() != 0:
             raise ClusterError("the emulated cluster makes network namespaces and needs root; use --network local")
         for tool in ("ip", "tc", "unshare"):
             if shutil.which(tool) is None:
                 raise ClusterError(f"{tool} was not found (Debian: iproute2, util-linux)")
-        self.hosts, self.rate = hosts, rate
+        self.hosts, self.rate, self.ranks = hosts, rate, ranks
         self._bits, self._delay = parse_rate(rate)
         self._carrier: subprocess.Popen[str] | None = None  # of packets, where there is a delay
         self._prefix = f"{PREFIX}{os.getpid()}x"
@@ -183,14 +201,19 @@ class Cluster:
         return ["ip", "netns", "exec", space, "unshare", "--uts", "sh", "-c", shell, *command]
 
     def run_mpi(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 600) -> None:
-        """``python argv`` on one rank per host, over MPI/TCP. Raises ClusterError if the job fails."""
+        """``python argv`` on every rank, over MPI/TCP, within a host too. Raises ClusterError if the job fails."""
         mpirun, major = _mpirun()
         launch = ("--prtemca", "plm_ssh_agent") if major >= 5 else ("--mca", "plm_rsh_agent")
-        where = ",".join(f"{self.address(host)}:1" for host in range(self.hosts))
-        command = [mpirun, *launch, self.agent, "--host", where, "-np", str(self.hosts), "--bind-to", "none"]
+        where = ",".join(f"{self.address(host)}:{self.ranks}" for host in range(self.hosts))
+        count = str(self.hosts * self.ranks)
+        command = [mpirun, *launch, self.agent, "--host", where, "-np", count, "--map-by", "slot", "--bind-to", "none"]
         command += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]
         command += ["--mca", "btl_tcp_if_include", f"{SUBNET}.0/24"]
-        env = {"GLOO_SOCKET_IFNAME": "eth0", **(env or {})}
+        meet = {
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": _MEETING_PORT,
+        }  # of torch.distributed, where a rank wants it
+        env = {"GLOO_SOCKET_IFNAME": "eth0", **meet, **(env or {})}
         for name in env:
             command += ["-x", name]
         root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -200,17 +223,19 @@ class Cluster:
         self._finish([job], timeout)
 
     def run_torch(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 600) -> None:
-        """``python argv`` on one rank per host, with the environment that torchrun would set."""
-        jobs = []
-        for host in range(self.hosts):
-            ranks = {"RANK": str(host), "WORLD_SIZE": str(self.hosts), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            meet = {"MASTER_ADDR": self.address(0), "MASTER_PORT": "29400"}
+        """``python argv`` on every rank, with the environment that torchrun would set."""
+        jobs, size = [], self.hosts * self.ranks
+        for rank in range(size):
+            host, local = divmod(rank, self.ranks)
+            ranks = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+            ranks |= {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(self.ranks)}
+            meet = {"MASTER_ADDR": self.address(0), "MASTER_PORT": _MEETING_PORT}
             environ = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **(env or {}), **ranks, **meet}
             jobs.append(subprocess.Popen(self.enter(host, [sys.executable, *argv]), env=environ, cwd=ROOT))
         self._finish(jobs, timeout)
 
     def _finish(self, jobs: list[subprocess.Popen[bytes]], timeout: float) -> None:
-        """Wait for `jobs`, one of all hosts or one of each; where one fails, the others are ended soon, and it is named."""
+        """Wait for `jobs`, one of all ranks or one of each; where one fails, the others are ended soon, and it is named."""
         deadline, failed = time.monotonic() + timeout, ""
         try:
             while None in [job.poll() for job in jobs]:
@@ -219,9 +244,9 @@ class Cluster:
                 if self._carrier is not None and self._carrier.poll() is not None:
                     raise ClusterError(f"the process that carries packets ended with {self._carrier.returncode}")
                 time.sleep(_NAP_SECONDS)
-                if not failed and (failed := _failure(jobs)):
+                if not failed and (failed := _failure(jobs, self.ranks)):
                     deadline = min(deadline, time.monotonic() + _LAST_WORDS_SECONDS)
-            failed = failed or _failure(jobs)
+            failed = failed or _failure(jobs, self.ranks)
             if failed:
                 raise ClusterError(failed)
         finally:
@@ -231,9 +256,9 @@ class Cluster:
                     job.wait()
 
 
-def _failure(jobs: Sequence[subprocess.Popen[bytes]]) -> str:
+def _failure(jobs: Sequence[subprocess.Popen[bytes]], ranks: int) -> str:
     """What failed, empty if nothing did. One that was killed comes before those that may have lost it."""
-    codes = [(job.returncode, host) for host, job in enumerate(jobs) if job.returncode]
+    codes = [(job.returncode, rank // ranks) for rank, job in enumerate(jobs) if job.returncode]
     if not codes:
         return ""
     code, host = min(codes)

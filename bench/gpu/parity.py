@@ -14,7 +14,9 @@ import torch
 
 import co2
 import dear
+import fsdp
 import mgwfbp
+import osdp
 import oss
 import wfbp
 from bench.gpu.streams import read, streams_of
@@ -26,6 +28,9 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "dear-rb": lambda o, m: dear.DistributedOptimizer(o, m, threshold_mb=0.01, policy="rb"),
     "dear-eager": lambda o, m: dear.DistributedOptimizer(o, m, threshold_mb=0.01, eager=True),
     "oss": lambda o, m: oss.DistributedOptimizer(o, m, threshold_mb=0.01),
+    "fsdp": lambda o, m: fsdp.DistributedOptimizer(o, m, threshold_mb=0.01),
+    "fsdp-offload": lambda o, m: fsdp.DistributedOptimizer(o, m, threshold_mb=0.01, offload="cpu"),
+    "osdp": lambda o, m: osdp.DistributedOptimizer(o, m, threshold_mb=0.01),
     "wfbp": wfbp.DistributedOptimizer,
     "co2-localsgd": lambda o, m: co2.DistributedOptimizer(
         o, m, outer="localsgd", outer_frequency=2, nprocs_per_node=dear.size()
@@ -61,7 +66,7 @@ def _train(model: torch.nn.Module, optimizer: Any, rank: int, size: int) -> list
         optimizer.zero_grad()
         model(mine).square().mean().backward()
         optimizer.step()
-    return [parameter.detach().double().cpu() for parameter in model.parameters()]
+    return [value.double().cpu() for value in model.state_dict().values()]  # whole ones, where ranks have shares
 
 
 def largest_difference(strategy: str, device: torch.device, dtype: torch.dtype) -> float:

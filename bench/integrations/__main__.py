@@ -2,10 +2,14 @@
 
 python -m bench.integrations --library transformers --network 1gbit          # two emulated hosts, as root
 python -m bench.integrations --library accelerate --steps 10 --pairs 1       # this machine
+python -m bench.integrations --library lightning --ddp 'ddp:bucket_mb={..,1,4,25,..},view={False,True}'
+
+DDP's settings are searched first: those of --ddp run once each, and smaller and larger buckets while they are faster. The
+fastest is in the pairs. Every loss and every step's time of all runs is kept in --json.
 
 A worker is a module that trains as the library's users do. It is given a JSON object with `method` (dear, ddp, or none for
-one process with the whole batch), `workers`, `steps` and `output`. There rank 0 writes `loss` (of each step, over the whole
-batch) and `seconds` (since training began, at the end of each step).
+one process with the whole batch), `ddp` (arguments of torch's DistributedDataParallel), `workers`, `steps`, `output`. There
+rank 0 writes `loss` (of each step, over the whole batch) and `seconds` (since training began, at the end of each step).
 """
 
 from __future__ import annotations
@@ -18,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.emulation.cluster import ClusterError
-from bench.integrations.report import of_pair, report
+from bench.integrations.report import of_pair, of_search, report, step_seconds
 from bench.methods.method import MethodUnavailable
 from bench.methods.registry import method
+from bench.methods.spec import parse_spec, refuse_unknown
 from bench.program import at_least, end_in_order
+from bench.sweep.search import beyond, expand, searches
 from bench.train import launcher
 from bench.train.origin import today
 from bench.train.settings import Settings, check
@@ -32,50 +38,112 @@ WORKERS = {
     "lightning": "bench.integrations.lightning",
     "transformers": "bench.integrations.transformers",
 }
-METHODS = ("ddp", "dear")
+#: Options of the method ``ddp`` by the names of torch's constructor, and those that each library hands on to it.
+CONSTRUCTOR = {"bucket_mb": "bucket_cap_mb", "view": "gradient_as_bucket_view", "static_graph": "static_graph"}
+TAKEN = {
+    "accelerate": ("bucket_mb", "view", "static_graph"),
+    "lightning": ("bucket_mb", "view", "static_graph"),
+    "transformers": ("bucket_mb", "static_graph"),
+}
+DDP = "ddp:bucket_mb={..,1,4,25,..}"
 
 
-def run(name: str, workers: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def constructor(library: str, spec: str) -> dict[str, Any]:
+    """The arguments of torch's DistributedDataParallel in a text like ``"ddp:bucket_mb=4"``.
+
+    Raises ``ValueError`` for another method, and for what the library does not hand on.
+    """
+    name, options = parse_spec(spec)
+    if name != "ddp":
+        raise ValueError(f"--ddp is the library's own DDP, with options: ddp:bucket_mb=4, …, and not {spec!r}")
+    refuse_unknown(f"DDP in {library}", options, TAKEN[library])
+    method(spec)  # it refuses values that mean nothing
+    return {CONSTRUCTOR[option]: value for option, value in options.items()}
+
+
+def run(spec: str, workers: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Losses and times of one method."""
-    start = None if name == "ddp" else arguments.launcher  # the libraries' own DDP is torch.distributed's
     network = arguments.network if workers > 1 else "local"
-    settings = Settings(method=name, workers=workers, network=network, launcher=start, timeout=arguments.timeout)
+    settings = Settings(
+        method=spec, workers=workers, network=network, launcher=arguments.launcher, timeout=arguments.timeout
+    )
     check(settings)
+    name = parse_spec(spec)[0]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "curve.json"
         task = {"method": name, "workers": arguments.workers, "steps": arguments.steps, "output": str(output)}
-        launcher.launch(settings, method(name), ["-m", WORKERS[arguments.library], json.dumps(task)])
+        task["ddp"] = constructor(arguments.library, spec) if name == "ddp" else {}
+        launcher.launch(settings, method(spec), ["-m", WORKERS[arguments.library], json.dumps(task)])
         curve: dict[str, Any] = json.loads(output.read_text())
         return curve
+
+
+def search(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What each setting of DDP took, by its text. One alone is not tried before the pairs."""
+    planned = [Settings(method=spec) for spec in expand(arguments.ddp)]
+    going_on = searches([arguments.ddp], planned)
+    found: dict[str, dict[str, Any]] = {}
+    if len(planned) == 1 and not going_on:
+        return found
+
+    def seconds_of(one: Settings) -> float | None:
+        return step_seconds(found[one.method]) if one.method in found else None
+
+    left = planned
+    while left:
+        for one in left:
+            found[one.method] = run(one.method, arguments.workers, arguments)
+        left = [one for each in going_on for one in beyond(each, seconds_of) if one.method not in found]
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", choices=list(WORKERS), required=True)
+    parser.add_argument(
+        "--ddp", default=DDP, metavar="SETTINGS", help="of its own DDP that are tried (default: %(default)s)"
+    )
     parser.add_argument("--workers", type=at_least(1), default=2)
     parser.add_argument("--network", default="local", help="local, or the rate of emulated links: 1gbit, 100mbit, …")
-    parser.add_argument(
-        "--launcher", choices=["mpi", "torchrun"], default="torchrun", help="of dear; DDP is under torchrun always"
-    )
+    parser.add_argument("--launcher", choices=["mpi", "torchrun"], default="torchrun", help="of both methods")
     parser.add_argument("--steps", type=at_least(3), default=20)
     parser.add_argument("--pairs", type=at_least(1), default=3, help="of runs, the two methods in turn")
     parser.add_argument("--one-process", action="store_true", help="also the losses of one process on the whole batch")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each run")
     parser.add_argument("--json", type=Path, help="write all losses and times here")
     arguments = parser.parse_args()
+    if (arguments.library, arguments.launcher) == ("lightning", "mpi"):
+        parser.error("under mpirun, processes of Lightning's own DDP do not all end in order: take --launcher torchrun")
     end_in_order()
     pairs: list[dict[str, Any]] = []
     try:
-        for _ in range(arguments.pairs):
-            pairs.append({name: run(name, arguments.workers, arguments) for name in METHODS})
+        for spec in expand(arguments.ddp):
+            constructor(arguments.library, spec)
+        searched = search(arguments)
+        best = min(searched, key=lambda spec: step_seconds(searched[spec]), default=arguments.ddp)
+        if searched:
+            print(of_search(searched), flush=True)
+        for number in range(arguments.pairs):
+            order = [("ddp", best), ("dear", "dear")]
+            told = {name: run(spec, arguments.workers, arguments) for name, spec in order[:: 1 - 2 * (number % 2)]}
+            pairs.append({name: told[name] for name, _ in order})
             print(of_pair(pairs[-1]), flush=True)
         alone = run("none", 1, arguments) if arguments.one_process else None
     except (ValueError, OSError, MethodUnavailable, ClusterError, launcher.LauncherError) as error:
         sys.stderr.write(f"bench.integrations: {error}\n")
         return 2
-    print(report(pairs, alone))
+    print(report(pairs, alone, best))
     if arguments.json is not None:
-        left = {"library": arguments.library, "pairs": pairs, "one_process": alone, "origin": today().to_dict()}
+        about = {name: getattr(arguments, name) for name in ("library", "workers", "network", "launcher", "steps")}
+        left = {
+            **about,
+            "ddp": best,
+            "searched": searched,
+            "pairs": pairs,
+            "one_process": alone,
+            "origin": today().to_dict(),
+        }
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(left))
     return 0
 

@@ -15,11 +15,12 @@ __all__ = ["main"]
 def main() -> None:
     task = Task()
     kind: Any = accelerate.Accelerator
+    handlers = [accelerate.DistributedDataParallelKwargs(**task.ddp)] if task.ddp else []
     if task.method == "dear":
         from dear.integrations.accelerate import Accelerator
 
         kind = Accelerator
-    accelerator = kind(cpu=True)
+    accelerator = kind(cpu=True, kwargs_handlers=handlers)
     plain = model()
     optimizer: Any = torch.optim.AdamW(plain.parameters(), LEARNING_RATE)
     loader: Any = torch.utils.data.DataLoader(data(task.steps, task.workers), batch_size=task.batch)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, DistributedSampler
 
 from bench.integrations.task import LEARNING_RATE, Task, data, model
@@ -52,8 +53,9 @@ def main() -> None:
     world = 1 if task.method == "none" else task.workers
     if task.method == "ddp" and "TORCHELASTIC_RUN_ID" not in os.environ:  # emulated hosts are told by RANK alone
         os.environ["NODE_RANK"] = str(int(os.environ["RANK"]) // local)
+    strategy: Any = {"none": "auto", "dear": "dear", "ddp": DDPStrategy(**task.ddp)}[task.method]
     trainer = lightning.Trainer(
-        strategy="auto" if task.method == "none" else task.method,
+        strategy=strategy,
         accelerator="cpu",
         devices=local,
         num_nodes=world // local,

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["of_pair", "report", "step_seconds"]
+__all__ = ["of_pair", "of_search", "report", "step_seconds"]
 
 Curve = Mapping[str, Any]
 WARMUP = 2  # steps in which buckets are made, by DDP as by dear
@@ -19,6 +19,11 @@ def step_seconds(curve: Curve) -> float:
     return statistics.median(after - before for before, after in zip(ended[WARMUP - 1 :], ended[WARMUP:], strict=False))
 
 
+def of_search(searched: Mapping[str, Curve]) -> str:
+    """The settings of DDP that were tried, as a line of text."""
+    return "a step: " + ", ".join(f"{name} {step_seconds(curve):.3f} s" for name, curve in searched.items())
+
+
 def of_pair(pair: Mapping[str, Curve]) -> str:
     """One pair as a line of text."""
     times = {name: step_seconds(curve) for name, curve in pair.items()}
@@ -26,11 +31,14 @@ def of_pair(pair: Mapping[str, Curve]) -> str:
     return f"a step: {shown}; dear / ddp {times['dear'] / times['ddp']:.2f}"
 
 
-def report(pairs: Sequence[Mapping[str, Curve]], alone: Curve | None) -> str:
-    """The median of the pairs, and a table of losses: of the first pair, and of one process where it ran."""
+def report(pairs: Sequence[Mapping[str, Curve]], alone: Curve | None, other: str = "ddp") -> str:
+    """The median of the pairs, and a table of losses: of the first pair, and of one process where it ran.
+
+    `other`: the setting of DDP in the pairs.
+    """
     ratios = [step_seconds(pair["dear"]) / step_seconds(pair["ddp"]) for pair in pairs]
     curves = {**pairs[0], **({} if alone is None else {"one process": alone})}
-    lines = [f"dear / ddp: median {statistics.median(ratios):.2f} of {len(ratios)} pair(s)", ""]
+    lines = [f"dear / {other}: median {statistics.median(ratios):.2f} of {len(ratios)} pair(s)", ""]
     lines.append(f"{'step':>5}" + "".join(f"{name:>14}" for name in curves))
     losses = [curve["loss"] for curve in curves.values()]
     every = max(1, len(losses[0]) // SHOWN)

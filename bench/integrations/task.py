@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bench.accuracy.tasks import WORDS, text
+from bench.methods.process_group import tell_as_torchrun
 
 __all__ = ["BATCH", "LEARNING_RATE", "Task", "data", "model"]
 
@@ -25,12 +26,16 @@ class Task:
     def __init__(self) -> None:
         given: Mapping[str, Any] = json.loads(sys.argv[1])
         self.method, self.steps, self.output = given["method"], given["steps"], Path(given["output"])
+        #: Arguments of torch's DistributedDataParallel, where the method is the library's own.
+        self.ddp: Mapping[str, Any] = given["ddp"]
         #: What one process has at once: its share, or the whole batch.
         self.batch = BATCH * (given["workers"] if self.method == "none" else 1)
         self.workers = given["workers"]
         self.ended: list[float] = []
         self._begun = 0.0
         torch.set_num_threads(1)
+        if self.method == "ddp":
+            tell_as_torchrun()  # also where mpirun has started it
 
     def begin(self) -> None:
         self._begun = time.perf_counter()

@@ -45,6 +45,8 @@ def main() -> None:
             disable_tqdm=True,
             log_level="error",
             ddp_find_unused_parameters=False,
+            ddp_bucket_cap_mb=task.ddp.get("bucket_cap_mb"),
+            ddp_static_graph=task.ddp.get("static_graph"),
         )
         examples = data(task.steps, task.workers)
         trainer = kind(model=model(), args=args, train_dataset=examples, callbacks=[_Clock(task)])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from bench.methods import process_group
 from bench.methods.method import MakeOptimizer, Method, Place
@@ -18,9 +18,9 @@ try:
 except ImportError:  # its place before torch 2.6
     from torch.distributed._composable.fsdp import fully_shard  # type: ignore[attr-defined]
 
-__all__ = ["Fsdp2", "layers", "units"]
+__all__ = ["UNIT_BYTES", "Fsdp2", "layers", "units"]
 
-_UNIT_BYTES = 25 * 2**20
+UNIT_BYTES = 25 * 2**20
 
 
 def _shared(model: nn.Module) -> set[int]:
@@ -60,25 +60,38 @@ class Fsdp2(Method):
 
     A unit's parameters are gathered, and its gradients reduced, in one operation. ``unit_layers``: it is so many
     neighbouring layers (torch 2.5 or newer); None: a module of at most 25 MB, as DDP's buckets are. ``prefetch``: so many
-    units are gathered ahead, in forward and in backward; None: as torch does by itself.
+    units are gathered ahead, in forward and in backward, the first ones by the root (``set_modules_to_forward_prefetch``,
+    ``set_modules_to_backward_prefetch``); None: as torch does by itself. ``replicas``: two axes, and shards within each of
+    so many replicas. ``backend``: what torch.distributed runs over; None: gloo for the CPU, NCCL for CUDA.
     """
 
     name = "fsdp2"
     launchers = ("torchrun", "mpi")
-    defaults: ClassVar[Mapping[str, Any]] = {"reshard": True, "unit_layers": None, "prefetch": None}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "reshard": True,
+        "unit_layers": None,
+        "prefetch": None,
+        "replicas": 1,
+        "backend": None,
+    }
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"backend": process_group.BACKENDS}
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
-        count = self.options["unit_layers"]
-        if count is not None and (count != int(count) or count < 1):
-            raise ValueError(f"unit_layers of fsdp2 should be a whole number of at least 1, or None, and is {count}")
+        for name in ("unit_layers", "prefetch"):
+            count = self.options[name]
+            if count is not None and (count != int(count) or count < 1):
+                raise ValueError(f"{name} of fsdp2 should be a whole number of at least 1, or None, and is {count}")
+        replicas = self.options["replicas"]
+        if replicas is None or replicas != int(replicas) or replicas < 1:
+            raise ValueError(f"replicas of fsdp2 should be a whole number of at least 1 and is {replicas}")
 
     def join(self, device: torch.device) -> Place:
-        self._device = device.type
-        return process_group.join(device)
+        self._device = device
+        return process_group.join(device, self.options["backend"])
 
     def distribute(self, model: nn.Module, make: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        mesh = init_device_mesh(self._device, (torch.distributed.get_world_size(),))
+        mesh = process_group.mesh(self._device, self.options["backend"], int(self.options["replicas"]))
         reshard = bool(self.options["reshard"])
         count = self.options["unit_layers"]
         made: list[Any] = []
@@ -87,17 +100,27 @@ class Fsdp2(Method):
                 fully_shard(several, mesh=mesh, reshard_after_forward=reshard)
                 made.append(several[0])
         else:
-            for unit in units(model, _UNIT_BYTES):
+            for unit in units(model, UNIT_BYTES):
                 if unit is not model:
                     fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
                     made.append(unit)
-        ahead = int(self.options["prefetch"] or 0)
-        for number, unit in enumerate(made if ahead else ()):
-            unit.set_modules_to_forward_prefetch(made[number + 1 : number + 1 + ahead])
-            unit.set_modules_to_backward_prefetch(made[max(0, number - ahead) : number][::-1])
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        if self.options["prefetch"] is not None:
+            _prefetch(model, made, int(self.options["prefetch"]))
         build, arguments = make
         return model, build(model.parameters(), **arguments)
 
+    def bytes_over(self) -> str:
+        return str(dist.get_backend(process_group.group(self._device, self.options["backend"])))
+
     def leave(self) -> None:
         process_group.leave()
+
+
+def _prefetch(root: Any, made: Sequence[Any], ahead: int) -> None:
+    """Have each of the units, in the order in which they were `made`, gather so many of those that come next."""
+    root.set_modules_to_forward_prefetch(list(made[:ahead]))
+    root.set_modules_to_backward_prefetch(list(made[-ahead:][::-1]))
+    for number, unit in enumerate(made):
+        unit.set_modules_to_forward_prefetch(list(made[number + 1 : number + 1 + ahead]))
+        unit.set_modules_to_backward_prefetch(list(made[max(0, number - ahead) : number][::-1]))

@@ -15,8 +15,9 @@ _SEARCHED = frozenset(
     {
         *("threshold_mb", "num_nearby_layers", "num_groups", "tune"),
         *("merge_below_kb", "profile_steps", "partition_mb", "credit_mb"),
-        *("bucket_mb", "view", "reshard", "unit_layers"),
-        *("fusion_mb", "cycle_ms", "autotune", "yield_when_idle"),
+        *("bucket_mb", "view", "static_graph", "parameter_view", "overlap"),
+        *("reshard", "unit_layers", "prefetch"),
+        *("fusion_mb", "cycle_ms", "autotune", "sample_steps", "yield_when_idle", "operations"),
     }
 )
 # Values that say what is so anyway.

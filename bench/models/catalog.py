@@ -98,6 +98,7 @@ MODELS = {
         Workload("gpt2", "sen", language.gpt2, _sentences, _own_loss, 128, 16, 8, 2e-5),
         Workload("mlp", "img", mlp.mlp, _vectors, _cross_entropy, mlp.WIDTH, mlp.WIDTH, 32),
         Workload("narrow_mlp", "img", mlp.narrow_mlp, _vectors, _cross_entropy, mlp.NARROW, mlp.NARROW, 32),
+        Workload("wide_mlp", "img", mlp.wide_mlp, _vectors, _cross_entropy, mlp.WIDE, mlp.WIDE, 32),
         Workload("uneven_mlp", "img", mlp.uneven_mlp, _vectors, _cross_entropy, mlp.WIDTH, mlp.WIDTH, 32),
     )
 }

@@ -1,4 +1,4 @@
-"""Perceptrons of equal layers in equal blocks: 25 M parameters in a hundred layers, or 1.7 M in four hundred.
+"""Perceptrons of equal layers in equal blocks: 25 M parameters in a hundred layers, 1.7 M in four hundred, 48 M in 48.
 
 And one like a VGG, whose parameters are mostly in one layer near the output.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["NARROW", "WIDTH", "mlp", "narrow_mlp", "uneven_mlp"]
+__all__ = ["NARROW", "WIDE", "WIDTH", "mlp", "narrow_mlp", "uneven_mlp", "wide_mlp"]
 
-WIDTH, NARROW = 500, 64
+WIDTH, NARROW, WIDE = 500, 64, 1000
 
 
 def mlp() -> nn.Module:
@@ -20,6 +20,11 @@ def mlp() -> nn.Module:
 def narrow_mlp() -> nn.Module:
     """A perceptron with 16 KB a layer, so that operations' starts dominate: vectors (N, 64) to scores (N, 64)."""
     return _perceptron(NARROW, blocks=20, layers=20)
+
+
+def wide_mlp() -> nn.Module:
+    """A perceptron of 48 layers of 4 MB: vectors (N, 1000) to scores (N, 1000)."""
+    return _perceptron(WIDE, blocks=6, layers=8)
 
 
 def uneven_mlp() -> nn.Module:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from bench.accuracy.tasks import TASKS
 from bench.methods.method import Method
 from bench.methods.registry import method
+from bench.program import sent_bytes
 
 __all__ = ["main"]
 
@@ -42,14 +43,16 @@ class _Trainer:
             self.step()
         self._method.settle(self._optimizer)
 
-    def block(self, steps: int) -> tuple[float, float]:
-        """Seconds, and processor seconds, per step."""
+    def block(self, steps: int) -> tuple[float, float, float]:
+        """Seconds, processor seconds, and bytes that this host sent, per step."""
         dist.barrier()
-        cpu, begun = time.process_time(), time.perf_counter()
+        cpu, sent, begun = time.process_time(), sent_bytes(), time.perf_counter()
         for _ in range(steps):
             self.step()
         self._method.settle(self._optimizer)
-        return (time.perf_counter() - begun) / steps, (time.process_time() - cpu) / steps
+        taken = (time.perf_counter() - begun, time.process_time() - cpu)
+        dist.barrier()  # the other ranks of this host have sent theirs, too
+        return taken[0] / steps, taken[1] / steps, (sent_bytes() - sent) / steps
 
 
 def main(argv: list[str]) -> None:
@@ -61,14 +64,18 @@ def main(argv: list[str]) -> None:
     first, second = (_Trainer(one, settings["task"], places[0].rank) for one in methods)
     for trainer in (first, second):
         trainer.warm_up()
-    found: dict[str, list[tuple[float, float]]] = {"first": [], "second": []}
-    turns: list[tuple[str, Callable[[int], tuple[float, float]]]] = [("first", first.block), ("second", second.block)]
+    found: dict[str, list[tuple[float, float, float]]] = {"first": [], "second": []}
+    turns: list[tuple[str, Callable[[int], tuple[float, float, float]]]] = [
+        ("first", first.block),
+        ("second", second.block),
+    ]
     for number in range(settings["blocks"]):
         for name, block in turns if number % 2 else reversed(turns):
             found[name].append(block(settings["steps"]))
     if places[0].rank == 0:
-        seconds, cpu_seconds = ({name: [one[at] for one in blocks] for name, blocks in found.items()} for at in (0, 1))
-        output.write_text(json.dumps({"seconds": seconds, "cpu_seconds": cpu_seconds}))
+        figures = ("seconds", "cpu_seconds", "sent_bytes")
+        rows = {figure: {name: [one[at] for one in found[name]] for name in found} for at, figure in enumerate(figures)}
+        output.write_text(json.dumps(rows))
     for one in reversed(methods):
         one.leave()
 

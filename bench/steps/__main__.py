@@ -25,6 +25,7 @@ from bench.methods.registry import method
 from bench.program import at_least, end_in_order
 from bench.steps.course import Course, draw, markdown
 from bench.steps.worker import ASK, DONE
+from bench.train.cores import Busy, busy_share, core_ticks, look, told
 from bench.train.launcher import LauncherError, environment, pick
 from bench.train.origin import today
 from bench.train.settings import Settings, to_argv
@@ -78,6 +79,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--network", default="1gbit", help="rate of the links: 1gbit, 100mbit, 1gbit+20ms, …")
     parser.add_argument("--then", metavar="RATE", help="rate that they have later")
     parser.add_argument("--after", type=at_least(1), default=40, metavar="STEPS", help="how many steps before")
+    parser.add_argument("--busy", action="store_true", help="run while others use the machine, and mark the result")
     parser.add_argument("--report", type=Path, metavar="FILE.md", help="written together with a picture")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
@@ -100,16 +102,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     emulated = f"{options.model}@even:{options.milliseconds}"
     base = Settings(model=options.model, workers=options.workers, network=options.network, emulate_compute=emulated)
     courses: list[Course] = []
+    shares: list[tuple[float | None, float | None]] = []
     failed = False
     for spec in options.methods:
         begun = time.monotonic()
         try:
+            busy, cores = look(allowed=options.busy), core_ticks()
             courses.append(run(replace(base, method=spec), options.steps, options.then, options.after))
-        except (ValueError, ClusterError, LauncherError, MethodUnavailable) as error:
+            shares.append((busy, busy_share(cores, core_ticks())))
+        except (ValueError, Busy, ClusterError, LauncherError, MethodUnavailable) as error:
             sys.stderr.write(f"bench.steps: {spec}: {error}\n")
             failed = True
             continue
-        print(f"bench.steps: {spec} took {time.monotonic() - begun:.0f} s", file=sys.stderr)
+        took = f"{time.monotonic() - begun:.0f} s"
+        print(f"bench.steps: {spec} took {took}; {told(shares[-1][1], busy)}", file=sys.stderr)
     if not courses:
         return 2
     change = f", {options.then} after {options.after} steps" if options.then else ""
@@ -125,7 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.report.write_text(text)
         draw(courses, picture)
     if options.json is not None:
-        data = {"about": about, "origin": today().to_dict(), "courses": [asdict(course) for course in courses]}
+        most = [None if None in found else max(found) for found in zip(*shares, strict=True)]  # type: ignore[type-var]
+        data = {"about": about, "origin": today().to_dict(), "busy_before": most[0], "cores_busy": most[1]}
+        data |= {"courses": [asdict(course) for course in courses]}
         options.json.write_text(json.dumps(data, indent=1))
     return 2 if failed else 0
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from bench.methods.registry import METHODS
 from bench.methods.spec import family_of, parse_spec, refuse_unknown
+from bench.sweep.ratios import Ratio, paired
 from bench.sweep.summary import GROUP, Group, Row, titles
 from bench.train.settings import Settings
 
@@ -54,6 +55,10 @@ class Bar:
     def seconds(self, row: Row) -> float:
         """The seconds of a step, as this bar counts it."""
         return row.mean if self.mean else row.median
+
+    def ratio(self, mine: Row, other: Row) -> Ratio:
+        """Of both, as this bar counts them."""
+        return Ratio(mine.mean / other.mean, 1) if self.mean else paired(mine.runs, other.runs)
 
     def __str__(self) -> str:
         where = " and ".join(f"{name}={value}" for name, value in self.where.items())
@@ -188,19 +193,19 @@ def _compare(bar: Bar, group: Group) -> tuple[str, float] | None:
         return None
     if bar.of == BOUND:
         other = min((row for row in group.rows if row.family == "none"), key=lambda row: row.median)
-        assert group.bound is not None
-        reference, name = group.bound, "L"
+        ratio, name = group.to_bound(mine), "L"
+        if ratio is None:
+            return None
     else:
         fastest = _fastest(bar, group, bar.of, lambda row: not bar.as_it_comes or row.method != bar.method)
         if fastest is None:
             return None
         other = fastest
-        reference, name = bar.seconds(other), other.method
-    ratio = bar.seconds(mine) / reference
-    text = f"{mine.method}{' as it comes' if bar.as_it_comes else ''} {ratio:.2f} x {name}, bar {bar.at_most:.2f}"
+        ratio, name = bar.ratio(mine, other), other.method
+    text = f"{mine.method}{' as it comes' if bar.as_it_comes else ''} {ratio.cell} x {name}, bar {bar.at_most:.2f}"
     if mine.origin != other.origin:
         text += f"; not of the same code: {mine.method} of {mine.origin}, {other.method} of {other.origin}"
-    return text, ratio
+    return text, ratio.value
 
 
 def _fastest(bar: Bar, group: Group, method: str, counts: Callable[[Row], bool]) -> Row | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +22,10 @@ __all__ = ["Journal", "Occupied", "alone", "key"]
 def key(settings: Mapping[str, Any]) -> str:
     """A key that is the same for the same run: 10 is 10.0, as a table says one and a result the other.
 
-    Its time limit does not count.
+    Its time limit does not count. A result that tells no number is the first of its kind.
     """
-    told = {name: float(value) if type(value) is int else value for name, value in settings.items()}
+    all_told = {"repeat": 0, **settings}
+    told = {name: float(value) if type(value) is int else value for name, value in all_told.items()}
     return json.dumps({name: value for name, value in told.items() if name != "timeout"}, sort_keys=True)
 
 
@@ -52,6 +54,11 @@ class Journal:
 
     def get(self, settings: Settings) -> dict[str, Any] | None:
         return self._counted.get(key(settings.to_dict()))
+
+    def seconds(self, settings: Settings) -> float | None:
+        """The median step of a run; None where there is no result that counts."""
+        found = self.get(settings)
+        return None if found is None else statistics.median(found["step_seconds"])
 
     def others(self, runs: Iterable[Settings]) -> int:
         """The number of `runs` that have results of another origin only."""

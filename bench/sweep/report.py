@@ -13,29 +13,41 @@ from bench.sweep.failures import Failure
 from bench.sweep.summary import Group
 from bench.train.origin import origin_of
 
-__all__ = ["bound_of", "markdown", "provenance", "write"]
+__all__ = ["BUSY_MARK", "BUSY_NOTE", "bound_of", "markdown", "provenance", "write"]
 
 _HEAD = (
-    "| method | {unit}/sec | ± | step, median s | quartiles | n | after steps | × L | optimizer state MB | peak MB |"
-    " training MB |\n" + "|---" * 11 + "|"
+    "| method | started by | bytes over | network | {unit}/sec | ± | step, median s | quartiles | steps | after steps |"
+    " × L | n | optimizer state MB | peak MB | training MB | cores busy |\n" + "|---" * 16 + "|"
 )
-_CODE = (" code |", "---|")  # a column more where rows are of several
+BUSY_MARK = "†"
+BUSY_NOTE = f"{BUSY_MARK} on a machine that others used when a run began."
+_LIMIT = (" of the limit |", "---|")  # a column more where rows have one
+_CODE = (" code |", "---|")  # … where rows are of several
 
 
 def _table(group: Group, code: bool) -> list[str]:
     lines = _HEAD.format(unit=group.rows[0].unit).splitlines()
-    if code:
-        lines = [line + more for line, more in zip(lines, _CODE, strict=True)]
+    limited = any(row.limit_share is not None for row in group.rows)
+    for more_columns in [_LIMIT] * limited + [_CODE] * code:
+        lines = [line + more for line, more in zip(lines, more_columns, strict=True)]
     for row in sorted(group.rows, key=lambda row: row.median):
-        bound = f"{row.median / group.bound:.2f}" if group.bound else ""
-        cells = [row.method, f"{row.total:.1f}", f"{row.plus_minus:.1f}", f"{row.median:.3f}"]
+        ratio = group.to_bound(row)
+        cells = [row.method + BUSY_MARK * row.busy, row.started_by, row.bytes_over, str(group.settings["network"])]
+        cells += [f"{row.total:.1f}", f"{row.plus_minus:.1f}", f"{row.median:.3f}"]
         cells += [f"{row.low:.3f} – {row.high:.3f}", str(row.n)]
-        cells += ["" if row.warmup_steps is None else str(row.warmup_steps), bound]
+        cells += ["" if row.warmup_steps is None else str(row.warmup_steps)]
+        cells += [ratio.cell, str(ratio.n)] if ratio else ["", str(len(row.runs))]
         cells += [f"{row.state_bytes / 2**20:.1f}", f"{row.peak_bytes / 2**20:.0f}"]
         cells += ["" if row.training_bytes is None else f"{row.training_bytes / 2**20:.0f}"]
+        cells += ["" if row.cores_busy is None else f"{row.cores_busy:.0%}"]
+        cells += [_percent(row.limit_share)] * limited
         cells += [row.origin] if code else []
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
 
 
 def bound_of(group: Group) -> str:
@@ -80,7 +92,8 @@ def markdown(
     origins = sorted({str(origin_of(result)) for result in results})
     if results:
         lines += [provenance(results), ""]
-        lines += ["Steps are wall time on rank 0; rates are of all workers, undilated; L = max(compute, wire).", ""]
+        lines += ["Steps are wall time on rank 0; rates are of all workers, undilated; L = max(compute, wire)."]
+        lines += ["n is the number of processes that were run in turn; six and more have an interval of 95 %.", ""]
     for picture in pictures:
         lines += [f"![{picture.stem}]({picture.name})", ""]
     if verdicts:
@@ -90,6 +103,8 @@ def markdown(
         lines.append("")
     for group in groups:
         lines += [f"## {group.title}", "", *_table(group, len(origins) > 1), "", bound_of(group), ""]
+    if any(row.busy for group in groups for row in group.rows):
+        lines += [BUSY_NOTE, ""]
     if failures:
         lines += ["## Without a result", ""]
         lines += [_failed(failure) for failure in failures]

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from bench.program import ROOT
 from bench.sweep.failures import Failure, Failures, reason_in
 from bench.sweep.journal import Journal
 from bench.train.__main__ import UNAVAILABLE, main
+from bench.train.cores import told
 from bench.train.origin import today
 from bench.train.settings import Settings, to_argv
 
@@ -32,7 +34,8 @@ _PR_SET_PDEATHSIG = 1
 def name_of(settings: Settings) -> str:
     """A short name for a run, which can be a file name."""
     parts = [settings.method, settings.emulate_compute or settings.model, f"bs{settings.batch_size}"]
-    parts += [f"{settings.workers}x", settings.network]
+    parts += [f"{settings.workers}x", settings.network, *([settings.launcher] if settings.launcher else [])]
+    parts += [f"repeat{settings.repeat}"] if settings.repeat else []
     return re.sub(r"[^A-Za-z0-9.=@,+-]+", "-", "_".join(parts))
 
 
@@ -80,10 +83,12 @@ def run_all(
     logs: Path,
     tries: int,
     attempt: Callable[[Settings, Path], tuple[dict[str, Any] | None, str, bool]] = attempt,
+    look: Callable[[], float | None] = lambda: None,
 ) -> None:
     """Run what the journal does not have; a failed run is tried `tries` times and left out. Shows its progress.
 
-    Journal and failures are told of every run at once, as the sweep may be stopped before it ends.
+    Journal and failures are told of every run at once, as the sweep may be stopped before it ends. Before each run, `look`
+    tells the share of cores that others keep busy; what it raises ends the sweep.
     """
     left = [run for run in runs if journal.get(run) is None]
     with tqdm(total=len(runs), initial=len(runs) - len(left), unit="run", dynamic_ncols=True) as bar:
@@ -93,13 +98,15 @@ def run_all(
             reason, again, count = "", True, 0
             while again and count < tries:
                 count += 1
-                begun = time.perf_counter()
+                busy, begun = look(), time.perf_counter()
+                at = datetime.now(timezone.utc).isoformat(timespec="seconds")
                 result, reason, again = attempt(run, logs / f"{name}.log")
                 if result is not None:
-                    journal.add(result)
+                    journal.add({**result, "busy_before": busy, "begun": at})
                     failures.succeeded(run)
                     rate = f"{result['total']:.1f} +-{result['plus_minus']:.1f} {result['unit']}/sec"
-                    bar.write(f"{name}: {rate} ({time.perf_counter() - begun:.0f} s)")
+                    took = f"{time.perf_counter() - begun:.0f} s"
+                    bar.write(f"{name}: {rate} ({took}; {told(result.get('cores_busy'), busy)})")
                     break
                 bar.write(f"{name}: failed ({reason})")
             else:

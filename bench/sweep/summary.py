@@ -1,5 +1,8 @@
 """Sums up a sweep's results: medians and spreads by group, the lower bound, the fastest method (pure).
 
+Several runs of one method in a group, which differ in their number (`repeat`), are one row: its median is that of their
+medians, and its ratio to another row is of runs of the same number.
+
 The bound L of a group is max(compute, wire): compute is the median step of the method `none` in the same sweep, and wire
 the bytes that an all-reduce of all gradients moves through each link, 2 (P - 1) / P times the parameters', at the goodput
 of plain TCP measured beside the runs. Without emulated links there is no measured goodput, and wire is left out.
@@ -13,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.methods.spec import family_of
+from bench.sweep.ratios import Ratio, paired
+from bench.train.cores import was_busy
 from bench.train.origin import origin_of
 
 __all__ = ["GROUP", "Group", "Row", "group", "particulars", "titles"]
@@ -24,10 +29,11 @@ GROUP = (*_WHAT, "workers", "network", "hostfile", "launcher")
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one run. Seconds are as they passed; rates of all workers together, undilated."""
+    """The results of one method. Seconds are as they passed; rates of all workers together, undilated."""
 
     method: str
-    n: int
+    runs: Mapping[int, float]  # the median step of each run, by its number
+    n: int  # steps of all of them
     mean: float
     median: float
     low: float
@@ -40,6 +46,11 @@ class Row:
     unit: str
     origin: str
     warmup_steps: int | None  # that were not timed, with those of a search; None: of an older run, which did not say
+    limit_share: float | None = None  # of its memory limit, that rank 0 took; None: without one
+    started_by: str = ""  # torchrun or mpi; empty: of one worker, or of an older run, which did not say
+    bytes_over: str = ""  # what moved the bytes, by its name; empty likewise
+    cores_busy: float | None = None  # the largest share of the machine's cores, while a clock ran; None: nobody looked
+    busy: bool = False  # whether others used the machine before a run began
 
     @property
     def family(self) -> str:
@@ -52,8 +63,13 @@ class Group:
     title: str
     settings: Mapping[str, Any]
     rows: tuple[Row, ...]
-    compute: float | None
+    computes: Mapping[int, float]  # the step without communication, by the number of a run
     wire: float | None
+
+    @property
+    def compute(self) -> float | None:
+        """The median step of the method `none`; None where it did not run."""
+        return statistics.median(self.computes.values()) if self.computes else None
 
     @property
     def bound(self) -> float | None:
@@ -68,6 +84,11 @@ class Group:
             if row.family != "none" and (row.family not in fastest or row.median < fastest[row.family].median):
                 fastest[row.family] = row
         return fastest
+
+    def to_bound(self, row: Row) -> Ratio | None:
+        """A row over L, by runs of the same number; None where there are none."""
+        bounds = {number: max(seconds, self.wire or 0.0) for number, seconds in self.computes.items()}
+        return paired(row.runs, bounds) if bounds.keys() & row.runs.keys() else None
 
 
 def particulars(settings: Mapping[str, Any]) -> str:
@@ -97,24 +118,38 @@ def titles(several: Sequence[Mapping[str, Any]]) -> list[str]:
     return told
 
 
-def _row(result: Mapping[str, Any]) -> Row:
-    steps = result["step_seconds"]
+def _most(results: Sequence[Mapping[str, Any]], name: str) -> Any:
+    """The largest of what all results have by this name; None where one has nothing."""
+    values = [result.get(name) for result in results]
+    return None if None in values else max(values)  # type: ignore[type-var]
+
+
+def _row(results: Sequence[Mapping[str, Any]]) -> Row:
+    """The row of runs that differ in their number only."""
+    steps = [seconds for result in results for seconds in result["step_seconds"]]
+    runs = {result["settings"].get("repeat", 0): statistics.median(result["step_seconds"]) for result in results}
     quartiles = statistics.quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else [steps[0]] * 3
     return Row(
-        method=result["settings"]["method"],
+        method=results[0]["settings"]["method"],
+        runs=runs,
         n=len(steps),
         mean=statistics.fmean(steps),
-        median=statistics.median(steps),
+        median=statistics.median(runs.values()),
         low=quartiles[0],
         high=quartiles[2],
-        total=result["total"],
-        plus_minus=result["plus_minus"],
-        state_bytes=result["state_bytes"],
-        peak_bytes=result["peak_bytes"],
-        training_bytes=result.get("training_bytes"),
-        unit=result["unit"],
-        origin=str(origin_of(result)),
-        warmup_steps=result.get("warmup_steps"),
+        total=statistics.fmean(result["total"] for result in results),
+        plus_minus=statistics.fmean(result["plus_minus"] for result in results),
+        state_bytes=_most(results, "state_bytes"),
+        peak_bytes=_most(results, "peak_bytes"),
+        training_bytes=_most(results, "training_bytes"),
+        unit=results[0]["unit"],
+        origin=" / ".join(sorted({str(origin_of(result)) for result in results})),
+        warmup_steps=_most(results, "warmup_steps"),
+        limit_share=_most(results, "limit_share"),
+        started_by=results[0].get("started_by", ""),
+        bytes_over=results[0].get("bytes_over", ""),
+        cores_busy=_most(results, "cores_busy"),
+        busy=any(was_busy(result) for result in results),
     )
 
 
@@ -126,6 +161,16 @@ def _wire(results: Sequence[Mapping[str, Any]]) -> float | None:
     return float(2 * (workers - 1) / workers * results[0]["parameter_bytes"] / statistics.median(measured))
 
 
+def _rows(results: Sequence[Mapping[str, Any]]) -> tuple[Row, ...]:
+    """A row for each kind of run, in the order of the first of them."""
+    kinds: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for result in results:
+        settings = result["settings"]
+        kind = tuple(value for name, value in sorted(settings.items()) if name not in ("repeat", "timeout"))
+        kinds.setdefault(kind, []).append(result)
+    return tuple(_row(several) for several in kinds.values())
+
+
 def group(results: Iterable[Mapping[str, Any]]) -> list[Group]:
     """The results in groups, in the order in which each group's first result comes."""
     members: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
@@ -134,7 +179,7 @@ def group(results: Iterable[Mapping[str, Any]]) -> list[Group]:
     about = [dict(zip(GROUP, values, strict=True)) for values in members]
     groups = []
     for title, settings, inside in zip(titles(about), about, members.values(), strict=True):
-        rows = tuple(_row(result) for result in inside)
-        alone = [row.median for row in rows if row.family == "none"]
-        groups.append(Group(title, settings, rows, min(alone, default=None), _wire(inside)))
+        rows = _rows(inside)
+        alone = min((row for row in rows if row.family == "none"), key=lambda row: row.median, default=None)
+        groups.append(Group(title, settings, rows, {} if alone is None else alone.runs, _wire(inside)))
     return groups

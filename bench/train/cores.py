@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-__all__ = ["busy_share", "core_ticks", "of_stat"]
+__all__ = ["BUSY", "Busy", "busy_share", "core_ticks", "look", "of_stat", "others_share", "told", "was_busy"]
+
+BUSY = 0.1  # of all cores: from here on what others compute is no noise any more
+_WINDOW_SECONDS = 2.0
+_WINDOWS = 10  # what ran before may still be ending
 
 _STAT = Path("/proc/stat")
 _IDLE = slice(3, 5)  # of its first line: idle, and idle while waiting for a disk
 _COUNTED = 8  # what follows is counted in these already
+
+
+class Busy(RuntimeError):
+    """Other processes use the machine on which something should be measured."""
 
 
 def core_ticks() -> tuple[int, int] | None:
@@ -30,3 +42,39 @@ def busy_share(before: tuple[int, int] | None, after: tuple[int, int] | None) ->
     if before is None or after is None or after[1] == before[1]:
         return None
     return (after[0] - before[0]) / (after[1] - before[1])
+
+
+def others_share() -> float | None:
+    """The share of all cores that others keep busy, in two seconds in which this process sleeps."""
+    before = core_ticks()
+    time.sleep(_WINDOW_SECONDS)
+    return busy_share(before, core_ticks())
+
+
+def look(*, allowed: bool, share: Callable[[], float | None] = others_share) -> float | None:
+    """The share of cores that others keep busy before a run begins, for its raw data; None where the kernel does not say.
+
+    Waits a while for the machine to become quiet. Raises :class:`Busy` where it does not, unless that is `allowed`: then
+    the share, of :data:`BUSY` or more, marks the run.
+    """
+    for _ in range(1 if allowed else _WINDOWS):
+        found = share()
+        if found is None or found < BUSY:
+            return found
+    if allowed:
+        return found
+    raise Busy(
+        f"other processes keep {found:.0%} of this machine's {os.cpu_count()} cores busy, and a measurement takes less "
+        f"than {BUSY:.0%}: end them, or measure all the same with --busy, which marks the result"
+    )
+
+
+def told(during: float | None, before: float | None) -> str:
+    """How busy the machine was while a run was measured, and before it began, in a few words."""
+    shares = ["unknown" if share is None else f"{share:.0%}" for share in (during, before)]
+    return f"cores busy {shares[0]}, {shares[1]} before it began"
+
+
+def was_busy(found: Mapping[str, Any]) -> bool:
+    """Whether others used the machine when a run began that has this result; of an older result nobody knows."""
+    return (found.get("busy_before") or 0.0) >= BUSY

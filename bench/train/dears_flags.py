@@ -13,6 +13,7 @@ from overlap.optimizer.dears_arguments import bucket_mb, fusion
 __all__ = ["add_flags", "in_our_words"]
 
 _BYTES_OF_ELEMENT = 4
+_COMPRESSING = ("ddp", "ddp-zero", "horovod")  # and ours: methods with an option for it
 # Options that one method has, by the variable or flag that asks for it.
 _OWNERS = {
     "exclude_parts": "dear",
@@ -105,7 +106,7 @@ def _method(spec: str, flags: Mapping[str, Any]) -> str:
     for name in ("asc", "tune"):
         if flags[name]:
             asked[name] = True
-    if "compression" in asked and method not in PACKAGES:
+    if "compression" in asked and method not in (*PACKAGES, *_COMPRESSING):
         raise ValueError(f"compressor={asked['compression']}: {method} sends gradients as they are here; leave it out")
     for name, value in asked.items():
         if name in options:

@@ -18,7 +18,10 @@ OPTIMIZERS = ("sgd", "momentum", "adamw")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one run. Batch size is per worker; `size` is the edge of a picture or the words of a sentence."""
+    """The settings of one run. Batch size is per worker; `size` is the edge of a picture or the words of a sentence.
+
+    `repeat` tells runs apart that are the same in all else.
+    """
 
     method: str = "dear"
     model: str = "resnet50"
@@ -37,6 +40,7 @@ class Settings:
     threads: int = 1
     device: str = "auto"
     timeout: float = 1800.0
+    repeat: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -91,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=default.threads, help="threads of each worker's computation")
     add("--device", choices=["auto", "cpu", "cuda"], default=default.device)
     add("--timeout", type=float, help=f"seconds for the whole run (default: {default.timeout:g})")
+    add("--repeat", type=int, default=default.repeat, help="number of this run among equal ones, kept in its result")
     add("--json", type=Path, help="write the result here")
     add("--timeline", metavar="FILE", help="record a Chrome trace; {rank} in the name gives every rank one")
     add("--profile", type=Path, metavar="FILE", help="measure each layer too, of our strategies; see docs/predict.md")

@@ -23,11 +23,12 @@ from bench.train.launcher import GOODPUT
 from bench.train.origin import commit_of
 from bench.train.settings import Settings
 from bench.train.stepping import Clock, alone, breakdown, step, warm_up
-from overlap.job.launch import detect
+from overlap.job.launch import Launcher, detect
 
 __all__ = ["Result", "train"]
 
 Say = Callable[[str], None]
+_STARTED_BY = {Launcher.MPI: "mpi", Launcher.TORCHRUN: "torchrun"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class Result:
     breakdown: dict[str, float] | None  # seconds of computation alone, and what communication adds
     cores_busy: float | None  # share of this machine's cores while the clock ran, whoever used them; None where unknown
     goodput: float | None  # bytes per second of plain TCP through a link, measured in the same run
+    limit_share: float | None = None  # of its memory limit, that rank 0 took at the peak of measured steps
+    started_by: str = ""  # torchrun or mpi; empty without other workers
+    bytes_over: str = ""  # tcp, mpi, gloo, …: what moves the bytes between workers; empty where nothing does
 
     @property
     def total(self) -> float:
@@ -143,6 +147,7 @@ def train(
 
     # Before the method joins, and begins to record a timeline where that was asked for.
     computation = alone(model, make, loss_of, device) if breakdown_wanted else None
+    started_by = _STARTED_BY.get(detect(os.environ).launcher, "")
     place = method.join(device)
     if place.rank != 0:
         say = _quiet
@@ -179,6 +184,7 @@ def train(
         say(f"Iter #{number}: {rates[-1]:.1f} {chosen.unit}/sec per {kind}")
     method.settle(optimizer)
     made_of = breakdown(computation, statistics.median(clock.steps)) if computation is not None else None
+    peak, limit = max(_peak(device), method.most_bytes(optimizer)), method.limit_bytes(optimizer)
     result = Result(
         settings=settings.to_dict(),
         unit=chosen.unit,
@@ -190,12 +196,15 @@ def train(
         breakdown=None if made_of is None else asdict(made_of),
         rates=rates,
         state_bytes=method.state_bytes(optimizer),
-        peak_bytes=max(highest, _peak(device)),
-        training_bytes=_peak(device) - resident,
+        peak_bytes=max(highest, peak),
+        training_bytes=peak - resident,
         warmup_steps=warmed,
         versions=_versions(),
         cores_busy=busy_share(cores, core_ticks()),
         goodput=None if goodput is None else float(goodput),
+        limit_share=None if limit is None else peak / limit,
+        started_by=started_by,
+        bytes_over=method.bytes_over(),
     )
     method.leave()
     if made_of is not None:

@@ -10,9 +10,10 @@ from itertools import combinations
 from bench.sweep.summary import GROUP
 from bench.train.settings import Settings
 
-__all__ = ["CLOSE", "Cell", "Order", "Summary", "order", "summary"]
+__all__ = ["CLOSE", "GOALS", "Cell", "Order", "Summary", "order", "summary"]
 
 CLOSE = 0.05  # errors within it are counted, and methods that differ by less have no order
+GOALS = 0.03, 0.9  # of the median error at most, and of the share of cells within 5 % at least
 _BUSY = 0.9  # of all cores: from here on they, and not the links, may be what was measured
 _ALIKE = tuple(name for name in GROUP if name != "warmup")
 
@@ -42,12 +43,23 @@ class Cell:
 
 @dataclass(frozen=True)
 class Summary:
-    """The errors of `count` cells; `worst` is the largest one, with its sign."""
+    """The errors of `count` cells: the `median` of their sizes, and how many are `within` 5 %.
+
+    With their sign are the `worst` and the `mean`; so many cells were predicted too `fast`, and too `slow`.
+    """
 
     count: int
     median: float
     within: int
     worst: float
+    mean: float
+    fast: int
+    slow: int
+
+    @property
+    def met(self) -> tuple[bool, bool]:
+        """Which of the :data:`GOALS` are met: for the median, for the share."""
+        return self.median <= GOALS[0], self.within >= GOALS[1] * self.count
 
 
 def summary(cells: Sequence[Cell]) -> Summary | None:
@@ -56,7 +68,9 @@ def summary(cells: Sequence[Cell]) -> Summary | None:
         return None
     errors = [cell.error for cell in cells]
     within = sum(abs(error) <= CLOSE for error in errors)
-    return Summary(len(cells), statistics.median(map(abs, errors)), within, max(errors, key=abs))
+    fast, slow = sum(error < 0 for error in errors), sum(error > 0 for error in errors)
+    median, worst, mean = statistics.median(map(abs, errors)), max(errors, key=abs), statistics.fmean(errors)
+    return Summary(len(cells), median, within, worst, mean, fast, slow)
 
 
 @dataclass(frozen=True)

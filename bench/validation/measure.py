@@ -1,129 +1,96 @@
-"""Measures, once, what has to be known before a cell runs, and predicts the cell from that."""
+"""Measures, once, what has to be known before cells run; then the cells themselves."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bench.emulation.accelerator import Accelerator, gradient_bytes
-from bench.models.catalog import workload
+from bench.methods.method import MethodUnavailable
 from bench.sweep.failures import Failures
-from bench.sweep.journal import Journal
+from bench.sweep.journal import Journal, key
 from bench.sweep.runner import attempt, name_of, run_all
 from bench.train.origin import Origin
 from bench.train.settings import Settings
 from bench.validation import known, probe
-from bench.validation.schedules import simulate
-from overlap.plan.simulation.network import Network
-from overlap.plan.simulation.profile import from_text
-from overlap.plan.simulation.workload import Layer, Workload
+from bench.validation.facts import Facts, Unknown
 
-__all__ = ["Unknown", "Workshop"]
+__all__ = ["Runs", "Workshop"]
+
+_TRIES = 2
 
 
-class Unknown(RuntimeError):
-    """A cell cannot be predicted, since something could not be measured that has to be known."""
+class Runs:
+    """The results of runs, kept in `folder`; those of another `origin` count only where they are to `keep`."""
+
+    def __init__(self, folder: Path, origin: Origin, *, keep: bool = False) -> None:
+        self.logs = folder / "logs"
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.journal = Journal(folder / "results.jsonl", origin, keep=keep)
+        self._failures = Failures(folder / "failures.jsonl")
+
+    def measure(self, settings: Settings) -> Mapping[str, Any] | None:
+        """The result of a run, which is made unless it is there; None where it fails."""
+        if self.journal.get(settings) is None:
+            run_all([settings], self.journal, self._failures, self.logs, _TRIES)
+        return self.journal.get(settings)
+
+    def reason(self, settings: Settings) -> str:
+        """Why a run has no result."""
+        return self._failures.of([settings], self.journal)[0].reason
 
 
 class Workshop:
-    """The measurements, kept in `folder`.
+    """Measures :class:`bench.validation.facts.Facts`, and keeps in `folder` what they are made of.
 
-    `keep`: results of other code count, too. Unless `run`, nothing is measured.
+    `keep`: what was measured with other code counts, too.
     """
 
-    def __init__(self, folder: Path, origin: Origin, *, run: bool = True, keep: bool = False) -> None:
-        self.journal = Journal(folder / "results.jsonl", origin, keep=keep)
-        self.failures = Failures(folder / "failures.jsonl")
-        self._logs, self._probes, self._profiles = folder / "logs", folder / "probes", folder / "profiles"
-        for place in (self._logs, self._probes, self._profiles):
+    def __init__(self, folder: Path, origin: Origin, *, keep: bool = False) -> None:
+        self.facts = Facts(os.cpu_count() or 1)
+        self._runs = Runs(folder, origin, keep=keep)
+        self._probes, self._profiles = folder / "probes", folder / "profiles"
+        for place in (self._probes, self._profiles):
             place.mkdir(parents=True, exist_ok=True)
-        self._origin, self._run, self._keep = origin, run, keep
+        self._origin, self._keep = origin, keep
 
-    def run(self, settings: Settings, tries: int = 2) -> Mapping[str, Any] | None:
-        """The result of a run; None where it fails."""
-        if self._run and self.journal.get(settings) is None:
-            run_all([settings], self.journal, self.failures, self._logs, tries)
-        return self.journal.get(settings)
+    def measure(self, cell: Settings) -> None:
+        """Measure what the prediction of a cell needs, and nothing of the cell. Raises :class:`Unknown`."""
+        for run in known.needed(cell):
+            result = self._runs.measure(run)
+            if result is None:
+                raise Unknown(f"{name_of(run)} has no result: {self._runs.reason(run)}")
+            self.facts.runs[key(run.to_dict())] = result
+        if cell.emulate_compute is None:
+            self._profile(cell)
+        self._probe(cell)
 
-    def _needed(self, settings: Settings) -> Mapping[str, Any]:
-        result = self.run(settings)
-        if result is None:
-            raise Unknown(f"{name_of(settings)} has no result")
-        return result
-
-    def _references(self, cell: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
-        ours, model = known.references(known.SMALL), known.references(cell.model)
-        return {n: self._needed(s) for n, s in ours.items()}, {n: self._needed(s) for n, s in model.items()}
-
-    def _probe(self, kind: str, hosts: int, rate: str) -> Mapping[str, Any]:
-        path = self._probes / f"{kind}-{hosts}x{rate}.json"
+    def _probe(self, cell: Settings) -> None:
+        kind, hosts, rate = known.probe_of(cell)
+        name = known.named(kind, hosts, rate)
+        if name in self.facts.probes:
+            return
+        path = self._probes / f"{name}.json"
         found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-        if self._run and (found is None or not (self._keep or found["origin"] == self._origin.to_dict())):
-            found = {**probe.measure(kind, hosts, rate), "origin": self._origin.to_dict()}
+        if found is None or not (self._keep or found["origin"] == self._origin.to_dict()):
+            try:
+                found = {**probe.measure(kind, hosts, rate), "origin": self._origin.to_dict()}
+            except (MethodUnavailable, *probe.FAILS) as error:
+                raise Unknown(f"the probe {name} failed: {error}") from error
             path.write_text(json.dumps(found))
-        if found is None:
-            raise Unknown(f"{path.name} has not been measured")
-        return found
+        self.facts.probes[name] = found
 
-    def _profile(self, cell: Settings) -> tuple[Layer, ...]:
-        """The layers of a cell as they are without a network: slept, or measured."""
-        sizes = _sizes(cell.model)
-        if cell.emulate_compute is not None:
-            with torch.device("meta"):
-                skeleton = workload(cell.model).build()
-            layers = Accelerator.named(cell.emulate_compute, cell.batch_size).profile(skeleton).layers
-            by_name = {layer.name: layer for layer in layers}
-            return tuple(
-                Layer(name, cell.dilate * by_name[name].forward, cell.dilate * by_name[name].backward, tensors)
-                for name, tensors in sizes.items()
-            )
+    def _profile(self, cell: Settings) -> None:
         run = known.profiled(cell)
-        path = self._profiles / f"{name_of(run)}.json"
+        name = name_of(run)
+        path = self._profiles / f"{name}.json"
         stamp = path.with_suffix(".origin")
         there = stamp.exists() and (self._keep or stamp.read_text() == str(self._origin))
-        if self._run and not there:
-            _, reason, _ = attempt(run, self._logs / f"profile-{name_of(run)}.log", ["--profile", str(path)])
+        if not there:
+            _, reason, _ = attempt(run, self._runs.logs / f"profile-{name}.log", ["--profile", str(path)])
             if reason:
                 raise Unknown(f"the layers of {cell.model} could not be measured: {reason}")
             stamp.write_text(str(self._origin))
-        if not path.exists():
-            raise Unknown(f"{path.name} has not been measured")
-        return from_text(path.read_text()).layers
-
-    def predict(self, cell: Settings) -> float:
-        """The predicted seconds of a step. Raises :class:`Unknown`, ``ValueError``, and what a probe raises."""
-        compute = self._needed(known.alone(cell))
-        small, model = self._references(cell)
-        link = self._probe(*known.probe_of(cell))
-        kind, operation = known.kind_of(cell)
-        sizes = _sizes(cell.model)
-        if kind == "gloo":
-            thread = known.ddp_thread(model)
-        else:
-            counts = _count(_sizes(known.SMALL))
-            thread = known.our_thread(small, model, counts, _count(sizes)[1])
-        slept = cell.emulate_compute is not None
-        layers = known.layers_of(self._profile(cell), compute, thread.copy, slept=slept)
-        costs = thread.costs(compute["phase_seconds"]["step"] / compute["parameter_bytes"])
-        work = Workload(layers, costs)
-        if not slept:
-            work = replace(work, contention=known.contention(link, operation, os.cpu_count() or 1))
-        return simulate(
-            cell.method, work, Network(cell.workers, known.link_of(link, operation, max(map(sum, sizes.values()))))
-        ).step
-
-
-def _sizes(model: str) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        return gradient_bytes(workload(model).build())
-
-
-def _count(sizes: Mapping[str, Sequence[int]]) -> tuple[int, int]:
-    """Layers and tensors."""
-    return len(sizes), sum(map(len, sizes.values()))
+        self.facts.profiles[name] = path.read_text()

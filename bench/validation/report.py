@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench.sweep.failures import Failure
 from bench.train.settings import Settings
-from bench.validation.judge import CLOSE, Cell, order, summary
+from bench.validation.judge import CLOSE, GOALS, Cell, order, summary
 
 __all__ = ["draw", "markdown"]
 
@@ -42,7 +42,19 @@ def _kind(name: str, cells: Sequence[Cell]) -> list[str]:
         return []
     return [
         f"* {name}: {found.count} cells, median error {found.median:.1%}, {found.within} within {CLOSE:.0%} "
-        f"({found.within / found.count:.0%}), the worst {found.worst:+.1%}."
+        f"({found.within / found.count:.0%}), the worst {found.worst:+.1%}; {found.fast} predicted too fast, "
+        f"{found.slow} too slow, mean error {found.mean:+.1%}."
+    ]
+
+
+def _goals(cells: Sequence[Cell]) -> list[str]:
+    found = summary(cells)
+    if found is None:
+        return []
+    median, share = ("met" if met else "**missed**" for met in found.met)
+    return [
+        f"* Goals, for all cells: a median error of at most {GOALS[0]:.0%}, {median}; {GOALS[1]:.0%} within {CLOSE:.0%}, "
+        f"{share}."
     ]
 
 
@@ -56,6 +68,8 @@ def markdown(title: str, about: str, cells: Sequence[Cell], failures: Sequence[F
     lines.append("")
     if picture is not None:
         lines += [f"![predicted over measured]({picture.name})", ""]
+    lines += _kind("All", cells)
+    lines += _goals(cells)
     lines += _kind("Slept computation", [cell for cell in cells if not cell.real])
     limited = [cell for cell in cells if not cell.real and not cell.limited_by_cores]
     if limited and len(limited) < sum(not cell.real for cell in cells):

@@ -179,6 +179,12 @@ void register_communicator(py::module_& m) {
           },
           py::arg("color"), py::arg("key") = 0)
       .def(
+          "part",
+          [](Communicator& c, std::vector<int> ranks, std::string name) {
+            return unlocked([&] { return c.part(std::move(ranks), std::move(name), raise_signals); });
+          },
+          py::arg("ranks"), py::arg("name"))
+      .def(
           "two_level",
           [](Communicator& c, std::vector<std::vector<int>> groups) {
             return unlocked([&] { return c.with({Levels::Kind::kTwoLevel, std::move(groups)}, raise_signals); });

@@ -282,6 +282,28 @@ std::shared_ptr<Communicator> Communicator::split(std::optional<int> color, int 
   return std::make_shared<Communicator>(std::move(backend), std::move(name));
 }
 
+std::shared_ptr<Communicator> Communicator::part(std::vector<int> ranks, std::string name,
+                                                 const Interrupted& interrupted) {
+  const Checks check{"part", rank_, size_, device_};
+  for (const int rank : ranks) {
+    check.peer(rank, "a rank");
+    if (std::ranges::count(ranks, rank) > 1) throw InvalidUsage("part: ranks have " + std::to_string(rank) + " twice");
+  }
+  if (std::ranges::find(ranks, rank_) == ranks.end()) {
+    throw InvalidUsage("part: ranks do not have " + std::to_string(rank_) + ", this one");
+  }
+  require_parent_process();
+  Birth birth;
+  {
+    const std::lock_guard lock(mutex_);
+    require_open();
+    const auto work = track(std::make_shared<Work>("part", name, "rank " + std::to_string(rank_) + " on " + name_, 0));
+    hand_over(*work, [&] { birth = backend_->part(std::move(ranks), name, work); });
+  }
+  birth.work->wait(std::nullopt, interrupted);
+  return std::make_shared<Communicator>(std::move(*birth.backend), name_ + "/" + name);
+}
+
 std::shared_ptr<Communicator> Communicator::with(Levels levels, const Interrupted& interrupted) {
   const std::string kind = levels.kind == Levels::Kind::kTwoLevel ? "two_level" : "hybrid";
   if (device_) throw Unsupported(kind + ": " + name_ + " moves no host memory; ask the host's communicator");

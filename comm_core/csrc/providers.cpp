@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "comm_core/backend.hpp"
+#include "comm_core/errors.hpp"
 
 namespace comm_core {
 namespace {
@@ -51,6 +52,10 @@ void finalize_providers() {
 void abort_process(int code) noexcept {
   for (auto* provider : all_providers()) provider->abort(code);
   ::_exit(code);
+}
+
+Birth Backend::part(std::vector<int>, std::string, std::shared_ptr<Work>) {
+  throw Unsupported("part: " + name() + " makes groups with all ranks, by split()");
 }
 
 }  // namespace comm_core

@@ -66,7 +66,7 @@ class Averages:
             if bucket.sharded:
                 gradients, label = bucket.gradients, f"{bucket.label} gradients"
                 gradients.restore()
-                self.sharers.run(all_gather(gradients.shard, gradients.whole, counts=bucket.shares, label=label))
+                self.sharers.run(all_gather(gradients.placed(), gradients.whole, counts=bucket.shares, label=label))
         for bucket in engine.order:
             bucket.expose()
         engine.round.scales.clear()  # ``.grad`` has them by now
@@ -80,7 +80,7 @@ class Averages:
                     slot.fill()
                     slot.unused = slot.absent
                 bucket.gradients.shard.copy_(bucket.gradients.whole[bucket.own])
-                if bucket.freed:
+                if bucket.frees_gradients:
                     bucket.free_gradients()
                 self.engine.sharded.take(bucket)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,13 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from overlap.core.flat_buffer import FlatBuffer
+from overlap.core.buckets.flat_buffer import FlatBuffer
 from overlap.core.gates.holders import Strangers
 from overlap.core.handles import Watch
 from overlap.core.master_weights import MakeMaster, MasterWeights
 from overlap.plan.plan import BucketPlan
 from overlap.plan.strategy import Collectives
 from overlap.transport.communicator import Communicator, ReduceOp, Start, Work
+from overlap.transport.cuda.streams import Streams
 from overlap.transport.memory import copy_gradient
 from overlap.transport.operation import Wide
 from overlap.transport.work import arrive
@@ -174,8 +176,13 @@ class Slot:
         if gradient is None or freed is None or self.filled:
             return False
         if gradient is freed.sent:
-            assert self.bucket is not None
-            self.bucket.keep_averages()
+            element = gradient.as_strided((1,), (1,))
+            if bool(element == 0):  # ``model.zero_grad(set_to_none=False)``
+                element.fill_(math.nan)
+                gradient = freed.zero
+            else:
+                assert self.bucket is not None
+                self.bucket.keep_averages()
         elif gradient is not freed.zero:
             return False
         self.aside, self.param.grad = gradient, None
@@ -208,6 +215,11 @@ class Slot:
     def like(self) -> torch.Tensor:
         """A tensor shaped and laid out as the parameter, also where that is away. Its values may not be there."""
         return self.param if self.freed is None else self.freed.whole
+
+    @property
+    def rests_on(self) -> torch.device:
+        """Where its whole values, and state of their size, are put for a script: the host, if shards are there."""
+        return self.like.device if self.freed is None or self.bucket is None else self.bucket.shard.device
 
     @property
     def converted(self) -> bool:
@@ -309,8 +321,10 @@ class Bucket:
     rounded, and :attr:`master` has the exact values of this rank's shard.
 
     One that is `lone` is reduced with nobody: gradients stay where backward left them, and the buffer is not used.
+    `allocate` makes memory for whole parameters, of so many elements of a type; None: as any other tensor's.
     Where the bucket is `carried`, who moves it also rounds what is sent and widens what arrives, as
-    :attr:`wide_gradients` and :attr:`wide_parameters` say.
+    :attr:`wide_gradients` and :attr:`wide_parameters` say. With `offload`, the streams of a device, shards of a bucket that
+    is freed lie in the host's memory.
     """
 
     def __init__(
@@ -327,10 +341,13 @@ class Bucket:
         carried: bool = False,
         lone: bool = False,
         lane: int = 0,
+        allocate: Callable[[int, torch.dtype], torch.Tensor] | None = None,
+        offload: Streams | None = None,
     ) -> None:
         spec = plan.spec
         self.index, self.plan, self.spec, self.slots = index, plan, spec, slots
         self.sharded, self.freed, self.owner = plan.sharded, plan.freed, plan.owner
+        self.frees_gradients = plan.frees_gradients
         self.collectives, self.lane = collectives, lane
         self.lone = lone and not plan.sharded
         self._rank, self._warned = rank, False
@@ -345,13 +362,23 @@ class Bucket:
         # Whether nobody's part of the reduction is done before every rank has issued it.
         self.meets = all(self.shares) if plan.sharded else bool(spec.padded_numel)
         self.own = spec.own(rank, world_size)
-        share = self.own if plan.sharded else slice(0, spec.padded_numel)
-        self.gradients = FlatBuffer(spec, share, first.dtype, first.device, apart=plan.sharded, freed=plan.freed)
+        everything = slice(0, spec.padded_numel)
+        share = self.own if plan.sharded else everything
+        self.coming = everything  # the parameters that an all-gather brings, and this rank's own
+        self._offload = offload if plan.freed else None
+        self.offloads = self._offload is not None
+        kind, freed, offloaded = (first.dtype, first.device), plan.freed, self.offloads
+        self.gradients = FlatBuffer(
+            spec, share, *kind, apart=plan.sharded, freed=plan.frees_gradients, zeros=True, offloaded=offloaded
+        )
         for place, slot in enumerate(slots):
             slot.move_in(self, self.gradients.view(place, slot.param))
         self.master: MasterWeights | None = None
         if plan.sharded:
-            self.parameters = FlatBuffer(spec, share, first.dtype, first.device, apart=plan.freed, freed=plan.freed)
+            memory = None if allocate is None else allocate(spec.padded_numel, first.dtype)
+            self.parameters = FlatBuffer(
+                spec, share, *kind, apart=freed, freed=freed, memory=memory, offloaded=offloaded
+            )
             self.adopt()
             if make_master is not None:
                 self.master = make_master(self.parameters, plan.freed)
@@ -420,17 +447,23 @@ class Bucket:
             if slot.filling is not None:
                 slot.make_values(home)
             else:
-                home.copy_(param.detach())
+                self._take(slot, home, offset)
                 param.data = home
             left.append(slot)
         return left
+
+    def _take(self, slot: Slot, home: torch.Tensor, offset: int) -> None:
+        """Copy the parameter's values to its place at `home`, `offset` elements from the start."""
+        home.copy_(slot.param.detach())
 
     def settle(self) -> None:
         """Await the reduction, if it is on its way."""
         if self.work is not None:
             arrive(self.work)
             self.work = None
-            if self.freed:
+            if self.offloads:
+                self.fetch_share()
+            if self.frees_gradients:
                 self.free_gradients()
 
     def sends(self, dtype: torch.dtype) -> torch.Tensor:
@@ -441,13 +474,27 @@ class Bucket:
         """Memory for this rank's share of gradients that travel as `dtype`, until :meth:`received`."""
         return self.gradients.shard.to(dtype)
 
+    @property
+    def arrived(self) -> torch.Tensor:
+        """This rank's share of the gradients as it has come: ``gradients.shard``, or of the type that travels."""
+        return self.incoming
+
     def received(self) -> None:
         """The averages are in ``gradients.shard``."""
 
-    # - What is more than nothing in a bucket that is freed: `overlap.core.freed`
+    # - What is more than nothing in a bucket whose gradients are freed: `overlap.core.buckets.freed`
+
+    def hold_gradients(self) -> None:
+        """Gradients are about to be reduced."""
+
+    def fetch_share(self) -> None:
+        """Gradients are reduced: this rank's share, which is offloaded, goes to where it rests. The host goes on."""
 
     def free_gradients(self) -> None:
         """Gradients are in shards: their memory is free."""
+
+    def await_copies(self) -> None:
+        """Wait, on the host, for copies between a device and shards in the host's memory."""
 
     def stand_in(self) -> None:
         """Let what stands for a gradient in shards be ``.grad`` on every rank, as the average is everybody's."""
@@ -483,6 +530,9 @@ class Bucket:
                 self.parameters.release()
                 self.travelling = self.parameters.whole
             self.reduction = self.gathering = self.wide_gradients = None
+
+    def give_back(self) -> None:
+        """Its optimizer lets go of the parameters, on every rank."""
 
     def expose(self) -> None:
         """Make ``.grad`` the averaged gradient, None where no rank used the parameter."""

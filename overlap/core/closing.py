@@ -33,6 +33,8 @@ from overlap.transport.operation import all_reduce
 __all__ = ["BACKWARD", "Closing", "OtherRankFailed", "zeroing"]
 
 BACKWARD = "backward()"  # the call that closes a round while passes go on
+_CATCHES_UP = "join()"  # … and the one in which a rank that has joined is told of passes
+_PASSES_GO_ON = (BACKWARD, _CATCHES_UP)
 
 _ZERO_GRAD = torch.nn.Module.zero_grad.__code__
 _DEEP = 16  # frames between it and a gate
@@ -101,8 +103,8 @@ class Closing:
         self._require_open()
         if self.closed and not again:
             return True
-        if self._unsharder.active and call != BACKWARD:
-            self._unsharder.over()
+        if self._unsharder.active and call not in _PASSES_GO_ON:
+            self._unsharder.over(self._participants)
         while True:
             if self.closed:
                 self._participants.again(call)
@@ -131,6 +133,8 @@ class Closing:
                 self._round.settle_done()  # while the last ones are on their way
             heard = self._tally.read()
             if self._follow(heard, failure, self._clipped):
+                if self._unsharder.shared and call != BACKWARD:
+                    self._unsharder.heard(self._participants, heard.passed)
                 break
             if self._participants.following:
                 return False
@@ -188,8 +192,8 @@ class Closing:
         Raises on every rank where what they are `clipped` by is not alike, or `check` raises on one.
         """
         self._require_open()
-        if self._unsharder.active and passes_over:
-            self._unsharder.over()
+        if self._unsharder.active and passes_over and call != BACKWARD:
+            self._unsharder.over(self._participants)
         clipped += self._clipped
         while True:
             self._participants.ask(call)
@@ -198,7 +202,10 @@ class Closing:
             said = replace(self._said(Call.ASK), gradients=mine, failed=failure is not None, clipped=clipped.number)
             self._tally.post(replace(said, sent=self.closed or self._round.sent), call)
             heard = self._tally.read()
-            if self._follow(heard, failure, clipped) or self._participants.following:
+            agreed = self._follow(heard, failure, clipped)
+            if agreed and self._unsharder.shared and passes_over and call != BACKWARD:
+                self._unsharder.heard(self._participants, heard.passed)
+            if agreed or self._participants.following:
                 return heard.gradients
 
     def clip(self, clipped: Clipped) -> None:
@@ -255,7 +262,7 @@ class Closing:
 
     def catch_up(self) -> None:
         """On a rank that has joined: others are past this round, which they have dropped."""
-        self.close("join()", again=True)
+        self.close(_CATCHES_UP, again=True)
 
     # - What all ranks do by what was said
 
@@ -267,6 +274,7 @@ class Closing:
             participants.round,
             participants.rank,
             number,
+            passed=self._unsharder.passed,
             alone=calls.alone,
             clipped=clipped,
             scale=0.0 if self.scale is None else float(self.scale),

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from comm_core import Unsupported
 from overlap.core.alike import Clipped
-from overlap.core.bucket import Slot
+from overlap.core.bucket import Slot, too_many
 from overlap.core.buckets.arrangement import Arrangement
 from overlap.core.buckets.conversion import changes
 from overlap.core.buckets.planner import Planner
@@ -72,6 +72,7 @@ class Engine:
         self.arrangement, self.closing, self.participants, self.policy = arrangement, closing, participants, policy
         self.features = tuple(features)
         self.slots, self.order = planner.slots, planner.order  # the latter in order of issue
+        self.on_host = planner.strategy.on_host  # whole parameters are; whatever the plan
         self.suspended = False  # inside no_sync()
         self.accumulating = False  # since the last step, gradients arrived that no reduction has seen
         self._clock: StepClock | None = None
@@ -80,12 +81,12 @@ class Engine:
         self._on_gradient, self._on_ending = listeners(features, "gradient"), listeners(features, "ending")
         self._early = policy if policy.early else None
         self._by_param = {id(slot.param): slot for slot in self.slots}
-        self._hooks: dict[int, RemovableHandle] = {}  # by slot
+        self._hooks: dict[int, tuple[RemovableHandle, ...]] = {}  # by slot
         self._gates = Gates(self._touch, self.enter, self.leave, self._refuse_copies)
         self._compiled: CompiledCalls | None = None  # where parameters are freed
         self._guard()
         self._hook_slots()
-        unsharder.tell(weakref.WeakMethod(self._backward_begins))
+        unsharder.tell(participants, weakref.WeakMethod(self._backward_begins))
 
     @property
     def learning(self) -> bool:
@@ -130,7 +131,11 @@ class Engine:
         """Hook those slots that have no hook yet and can have gradients."""
         for slot in self.slots:
             if slot.index not in self._hooks and slot.param.requires_grad:
-                self._hooks[slot.index] = slot.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
+                handle = slot.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
+                self._hooks[slot.index] = (handle,)
+                if self.on_host:  # which has no unsharder that does this for all of a module
+                    before = slot.param.register_hook(_aside(weakref.ref(self), slot))
+                    self._hooks[slot.index] = (handle, before)
 
     def _gradient_ready(self, slot: Slot) -> None:
         for told in self._on_gradient:
@@ -139,7 +144,7 @@ class Engine:
         self.accumulating = self.suspended
         if self.suspended:
             round.accumulate(slot)
-            if slot.freed is not None:
+            if self.unsharder.active and slot.freed is not None:
                 self.unsharder.came(slot)
             return
         if not round.begun:
@@ -157,15 +162,22 @@ class Engine:
             self.closing.drop()
             round.restart(kept)
         round.grad_ready(slot)
-        if slot.freed is not None:
+        if self.unsharder.active and slot.freed is not None:
             self.unsharder.came(slot)
 
-    def _backward_begins(self) -> None:
-        """Backward comes to modules of freed buckets. If the last one was to be reduced, it is, and added to in shards."""
-        if self.round.backwards >= self.round.passes and self.round.may_fold:
+    def _backward_begins(self) -> bool:
+        """Backward comes to modules of freed buckets. If the last one was to be reduced, it is, and added to in shards.
+
+        It may have been one for other optimizers of the model: where these have come, too, ranks tell each other.
+
+        Returns whether this one is to be reduced.
+        """
+        adds = self.round.backwards >= self.round.passes and self.round.may_fold
+        if adds and (not self.unsharder.shared or self.closing.ask(self.round.touched, BACKWARD)):
             self.close(BACKWARD)
             self.fold()
         self.round.backwards += not self.suspended
+        return not self.suspended
 
     def fold(self) -> None:
         """Keep the averages of a round, which is closed, for the next one. On every rank, before a backward pass."""
@@ -180,7 +192,7 @@ class Engine:
         if slot is None:
             return
         since = None if self._clock is None else self._clock.now()
-        if self.round.begun:
+        if self.round.begun or self.round.backwards:
             self._see_zero_grad()
         observer = self.arrangement.observer
         if observer is not None:
@@ -190,7 +202,7 @@ class Engine:
                 self._clock.used(slot.index)
             if self._early is not None:
                 self._early.read(slot)
-            if slot.freed is not None:
+            if self.unsharder.active and slot.freed is not None:
                 self.unsharder.touch(slot.bucket)
             awaited = slot.bucket in self.transit.pending or slot.bucket in self.transit.landing
             if awaited and not self._reader_drops_gradients():
@@ -200,7 +212,7 @@ class Engine:
 
     def _refuse_copies(self, parameter: torch.nn.Parameter) -> None:
         slot = self._by_param.get(id(parameter))
-        if slot is not None and slot.freed is not None and not self.unsharder.whole_now:
+        if slot is not None and slot.freed is not None and self.unsharder.active and not self.unsharder.whole_now:
             raise RuntimeError(
                 f"parameter {slot.name!r} is copied or pickled while each rank has a share of it: do that inside `with "
                 "dear.whole(model):`, on every rank; model.state_dict() has whole values, too"
@@ -283,8 +295,9 @@ class Engine:
         self._gates.remove()
         if self._compiled is not None:
             self._compiled.remove()
-        for handle in self._hooks.values():
-            handle.remove()
+        for handles in self._hooks.values():
+            for handle in handles:
+                handle.remove()
         self._hooks.clear()
 
     @property
@@ -342,6 +355,7 @@ class Engine:
             self.policy.arrive()  # the buffers of what was not used since are free then
             self.closing.drop(zeros=zeros)
         self.accumulating = False
+        self.round.backwards = 0  # where these were passes for other optimizers, there was nothing to drop
 
     @contextmanager
     def sent_aside(self, *, zeros: bool) -> Iterator[None]:
@@ -356,7 +370,7 @@ class Engine:
         yield
         for slot in stand if zeros else ():
             assert slot.freed is not None
-            slot.param.grad = slot.freed.zero
+            slot.param.grad = torch.zeros_like(slot.param) if slot.converted else slot.freed.zero
 
     def _see_zero_grad(self) -> None:
         """``model.zero_grad()`` reads the parameters, and is about to drop all gradients there are."""
@@ -365,7 +379,9 @@ class Engine:
             return
         modules = call.f_locals["self"].modules()
         members = {id(parameter) for module in modules for parameter in dict.values(module._parameters)}
-        if all(id(slot.param) in members for slot in self.slots if slot.fires or slot.filled):
+        if not self.round.begun:
+            self.round.backwards = 0
+        elif all(id(slot.param) in members for slot in self.slots if slot.fires or slot.filled):
             self.closing.count(unseen=True)
             self._drop(zeros=not call.f_locals["set_to_none"])
 
@@ -396,7 +412,9 @@ class Engine:
             self.transit.arrive_all()
             self.round.abandon()
             if self.unsharder.active:
-                self.unsharder.give_back()
+                self.unsharder.give_back(self.participants)
+            for bucket in self.order:
+                bucket.give_back()
         finally:  # also where ranks are lost
             self.detach()
 
@@ -418,3 +436,18 @@ def _hook(reference: weakref.ref[Engine], slot: Slot) -> Callable[[torch.Tensor]
             clock.gradient(number, came)
 
     return hook
+
+
+def _aside(reference: weakref.ref[Engine], slot: Slot) -> Callable[[torch.Tensor], None]:
+    """What backward calls before it adds to ``.grad``, which may stand for one in shards. It holds no engine, either."""
+    number = slot.index
+
+    def before(_gradient: torch.Tensor) -> None:
+        engine = reference()
+        slot = None if engine is None else engine.slots[number]
+        if slot is None or slot.freed is None or slot.put_aside():
+            return
+        if slot.filled and slot.param.grad is slot.freed.sent:
+            raise too_many(slot)
+
+    return before

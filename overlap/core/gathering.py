@@ -45,15 +45,16 @@ class Transit:
         """Issue the all-gather of a bucket whose shard was updated; of one that is freed, forward does."""
         for slot in bucket.slots:  # one by one: torch 2.4 takes no list
             torch.autograd.graph.increment_version(slot.param)  # written behind autograd's back: old graphs must notice
-        if bucket.freed:
+        if bucket.frees_gradients:
             bucket.stand_in()
+        if bucket.freed:
             bucket.advance(Phase.FILLING)
             return
         if bucket.master is not None and bucket.wide_parameters is None:
             bucket.master.pack()
         if self._poison:
             mine = bucket.parameters.whole[bucket.own].clone()
-            bucket.parameters.whole.fill_(float("nan"))
+            bucket.parameters.whole[bucket.coming] = float("nan")
             if bucket.master is None:
                 bucket.parameters.whole[bucket.own] = mine
         if bucket.collectives.gather(self._lanes[bucket.lane], bucket):

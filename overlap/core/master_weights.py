@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from overlap.core.flat_buffer import FlatBuffer
+from overlap.core.buckets.flat_buffer import FlatBuffer
 
 __all__ = ["MakeMaster", "MasterWeights"]
 
@@ -17,6 +17,7 @@ class MasterWeights(Protocol):
 
     values: torch.Tensor  # exact: what an update writes to
     wire: torch.Tensor  # all ranks' shards, as they travel
+    packed: torch.Tensor  # this rank's: in `wire`, or beside `values` where these are offloaded
     buffer: FlatBuffer | None  # of a freed bucket: the memory of `wire`
     used: bool  # parameters of a freed bucket are `wire` itself while passes use them
     told: bool  # the state of the optimizer has `values`, too

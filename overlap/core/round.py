@@ -19,7 +19,6 @@ from overlap.core.bucket import Bucket, Phase, Slot, TooManyGradients, changed, 
 from overlap.core.buckets.planner import Planner
 from overlap.core.feature import Feature, listeners
 from overlap.core.gathering import Transit
-from overlap.core.gradient_memory import GradientMemory
 from overlap.core.other_wrappers import other_wrapper
 from overlap.core.participants import Participants
 from overlap.core.unsharding import Unsharder
@@ -89,9 +88,7 @@ class Round:
         self._on_verify = listeners(features, "verify")
         self.on_used, self._on_ended = listeners(features, "used"), listeners(features, "ended")
         self._next, self._origin = 0, Origin()
-        self._gradient_memory = GradientMemory(
-            lambda: unsharder.room, lambda: sum(bucket.nbytes for bucket in self.order)
-        )
+        self._gradient_memory = unsharder.gradient_memory
         self._streams = reductions[0].streams
         self._written_on = set[int]()  # streams that have put gradients of this round into buckets
         self._factor = -1, 1.0  # of a round, what its averages are multiplied by
@@ -199,7 +196,7 @@ class Round:
         kept = {other: other.fires for other in self.slots if other.filled and not (other.dropped or other.absent)}
         for other in kept:
             assert other.bucket is not None
-            if other.bucket.phase is not Phase.FILLING and (other.bucket.freed or not other.bucket.sharded):
+            if other.bucket.phase is not Phase.FILLING and (other.bucket.frees_gradients or not other.bucket.sharded):
                 raise GradientChanged(
                     f"gradients were dropped by hand after backward(), and the next one of {other.name!r} was sent with "
                     "what was left of them; call optimizer.zero_grad() to skip a step"
@@ -221,7 +218,7 @@ class Round:
             self._transit.arrive(bucket)  # nobody used these parameters since the last step
         if self._streams is not None and len(self._written_on) > 1:
             self._streams.follow(self._written_on)  # backward computes a gradient on the stream that its forward used
-        if bucket.freed:
+        if bucket.frees_gradients:
             self._gradient_memory.take(bucket)
         if not self._exchange.plain:
             self._exchange.load(bucket)
@@ -308,8 +305,12 @@ class Round:
         if bucket.work is not None:  # spelled out: a call for each bucket, which everybody waits for
             arrive(bucket.work)
             bucket.work = None
-            if bucket.freed:
+            if bucket.offloads:
+                bucket.fetch_share()
+            if bucket.frees_gradients:
                 bucket.free_gradients()
+        if bucket.offloads:
+            bucket.await_copies()
         if not self._exchange.plain:
             self._exchange.unload(bucket)
         shards = self._planner.shards
@@ -319,7 +320,7 @@ class Round:
         factor = self._factor[1] if self._factor[0] == bucket.round else self.factor(bucket.round)
         if factor != 1 or not self._exchange.plain:
             self._exchange.rescale(bucket, shards, factor)
-        if bucket.freed:
+        if bucket.frees_gradients:
             bucket.add_kept()
 
     def factor(self, number: int) -> float:
@@ -387,6 +388,9 @@ class Round:
                     slot.param.grad = torch.zeros_like(slot.param.grad)
                 elif slot.freed is not None and slot.param.grad is slot.freed.sent:
                     slot.param.grad = slot.freed.zero
+        for bucket in self.order:
+            if bucket.frees_gradients and bucket.phase is Phase.FILLING:
+                bucket.gradients.restore()  # also where no gradient has come: it is read
         self._issue()
         self.dropped = True
 
@@ -425,7 +429,7 @@ class Round:
         self.backwards = 0
         self._written_on.clear()
         if self._gradient_memory.used:
-            self._gradient_memory.end_round()
+            self._gradient_memory.end_round(self.order)
         self.unscaled, self.scales = self.scales, {}
 
     @torch.no_grad()

@@ -127,6 +127,12 @@ class ShardUpdate:
         for one in pieces:
             one.proxy.grad = None
 
+    def wrote(self) -> None:
+        """Others than an update have written to pieces, on this thread's stream: who is asked for them reads that."""
+        for one in self.pieces:
+            self.written.note(one.proxy)
+            return
+
     def _of(self, buckets: Iterable[Bucket]) -> list[Piece]:
         return [one for bucket in buckets for one in self._pieces[bucket]]
 

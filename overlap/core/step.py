@@ -158,7 +158,7 @@ class Stepper:
                 for told in on_used:
                     told(whole)
             if engine.unsharder.active:
-                engine.unsharder.updated(round.passes)
+                engine.unsharder.updated(engine.participants, round.passes)
             self._end_round()
             if shards.once is not None:
                 self._settle(shards.once)

@@ -66,6 +66,7 @@ class Said:
     failed: bool = False  # this rank raises
     news: bool = False  # a feature has something to agree on
     complete: bool = False  # every parameter of a bucket has a gradient here
+    passed: bool = False  # it has made a pass since an optimizer of the model was updated
     alone: bool = False  # it has dropped gradients in this round of which it had sent nothing
     digest: int | None = None  # of what has to be the same on all ranks that step; at least 0
     clipped: float = 0.0  # what this rank clips by, or what is in it beside gradients of this optimizer
@@ -84,6 +85,7 @@ class Said:
             self.sent and not dropping and number is not None,
             self.news,
             self.complete,
+            self.passed,
             self.round,
             -self.round,
             rank if call is Call.ASK and number is not None else _NOBODY,
@@ -113,6 +115,7 @@ class Heard:
     sent: bool  # by a rank that does not drop the round
     news: bool
     complete: bool  # some rank is, so every parameter was used
+    passed: bool  # some rank has
     last_round: int
     first_round: int
     asking: int | None  # one of the ranks that ask …
@@ -130,13 +133,13 @@ class Heard:
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Heard:
         """What was said, from the maxima of :meth:`Said.numbers`."""
-        flags, (last_round, minus_first), given = map(bool, numbers[:8]), numbers[8:10], numbers[10:-4]
-        gradients, late, converted, unconverted, failed, sent, news, complete = flags
+        flags, (last_round, minus_first), given = map(bool, numbers[:9]), numbers[9:11], numbers[11:-4]
+        gradients, late, converted, unconverted, failed, sent, news, complete, passed = flags
         said = [None if number == _NOBODY else number for number in given]
         asking, closing, dropping, going_on, drop, others, last, last_drop, greatest, least = said
         clipped, scale = (Spread.of(*both) if sum(both) > 0 else None for both in (numbers[-4:-2], numbers[-2:]))
         return cls(
-            *(gradients, late, converted, unconverted, failed, sent, news, complete),
+            *(gradients, late, converted, unconverted, failed, sent, news, complete, passed),
             *(last_round, -minus_first, asking, closing, dropping, going_on),
             *(drop if drop is None else -drop, others if others is None else -others, last, last_drop),
             unlike=greatest is not None and least is not None and greatest != -least,

@@ -98,10 +98,11 @@ def _reduction(bucket: Bucket) -> Operation:
 
 
 def _gathering(bucket: Bucket) -> Operation:
-    whole = bucket.travelling
+    whole, parameters = bucket.travelling, bucket.parameters
+    apart = (bucket.master is None or whole is parameters.whole) and not parameters.offloaded
     return Operation(
         leads(bucket.plan.placement, Placement.REPLICATED),
-        bucket.parameters.shard if whole is bucket.parameters.whole else whole[bucket.own],
+        parameters.shard if apart else whole[bucket.own],
         whole,
         root=bucket.owner or 0,
         recv_counts=bucket.counts,
@@ -228,8 +229,8 @@ class Exchange:
         """Put the reduced values into ``bucket.gradients.shard``."""
         if self._compressor is not None:
             self._decompress(bucket)
-        elif bucket.incoming is not bucket.gradients.shard and bucket.wide_gradients is None:
-            bucket.gradients.shard.copy_(bucket.incoming)
+        elif bucket.arrived is not bucket.gradients.shard and bucket.wide_gradients is None:
+            bucket.gradients.shard.copy_(bucket.arrived)
         bucket.received()
 
     def _decompress(self, bucket: Bucket) -> None:

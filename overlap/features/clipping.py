@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from overlap.core.averages import Averages
+from overlap.job.axes import Axis, axes_of
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.cuda.math import inspect, prefers_inspect
 from overlap.transport.operation import all_reduce
 
-__all__ = ["Clippable", "clip", "clip_sharded", "clip_together", "norm_of", "scale"]
+__all__ = ["Clippable", "clip", "clip_together", "norm_of", "scale"]
 
 _WHAT = "clipping by a norm over all gradients"
 
@@ -26,15 +27,16 @@ def clip(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
-    """Clip the averaged gradients of the `wanted` parameters by their total norm, which is returned. On every rank."""
+    """Clip the averaged gradients of the `wanted` parameters by their total norm, which is returned. On every rank.
+
+    Norms are accumulated in fp64; on a GPU squares are added up in one pass over all gradients, the host waits for it once.
+    Of parameters that are parts along axes of a mesh, the norm is that of all parts.
+    """
     engine = averages.engine
     params = [slot.param for slot in engine.slots if wanted(slot.param)]
-    if averages.whole:
-        averages.synchronize("clip_grad_norm_()", _WHAT)
-        _refuse_sparse(averages, wanted)
+    _settle(averages, wanted)
+    if averages.whole and not axes_of(params):
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-    averages.settle("clip_grad_norm_()", _WHAT)
-    _refuse_sparse(averages, wanted)
     engine.participants.announce(
         "clip",
         indices=[slot.index for slot in engine.slots if wanted(slot.param)],
@@ -42,12 +44,16 @@ def clip(
         norm_type=norm_type,
         error_if_nonfinite=error_if_nonfinite,
     )
-    pieces = averages.pieces(wanted)
-    norm, factor = clip_sharded(
-        averages.sharers, pieces, _alike(averages, wanted), params, max_norm, norm_type, error_if_nonfinite
-    )
-    averages.scaled(factor, wanted)
-    return norm
+    total = _total(averages, averages.sharers, wanted, norm_type)
+    factor = _factor(total, max_norm, norm_type, error_if_nonfinite)
+    if factor != 1.0:
+        _multiply(averages, wanted, factor)
+    return _shown(total, params)
+
+
+def _settle(averages: Averages, wanted: Callable[[torch.Tensor], bool]) -> None:
+    (averages.synchronize if averages.whole else averages.settle)("clip_grad_norm_()", _WHAT)
+    _refuse_sparse(averages, wanted)
 
 
 def _refuse_sparse(averages: Averages, wanted: Callable[[torch.Tensor], bool]) -> None:
@@ -57,30 +63,6 @@ def _refuse_sparse(averages: Averages, wanted: Callable[[torch.Tensor], bool]) -
             f"the gradient of {sparse[0]!r} is sparse, and torch's clip_grad_norm_ takes dense gradients: wrap the "
             "optimizer with sparse_as_dense=True"
         )
-
-
-def clip_sharded(
-    comm: Communicator,
-    pieces: Sequence[torch.Tensor],
-    alike: Sequence[torch.Tensor],
-    params: Sequence[torch.Tensor],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-) -> tuple[torch.Tensor, float]:
-    """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, and the factor.
-
-    `pieces` are this rank's share, disjoint from every other rank's; `alike` are gradients that all ranks hold alike.
-    Norms are accumulated in fp64; on a GPU squares are added up in one pass over all pieces, the host waits for it once.
-    Of which type the norm is, and where it lies, `params` say, whose gradients these are: a rank may have none of them.
-    On every rank of `comm`.
-    """
-    total = _total(comm, pieces, alike, norm_type)
-    factor = _factor(total, max_norm, norm_type, error_if_nonfinite)
-    if factor != 1.0:
-        for gradient in (*pieces, *alike):
-            gradient.detach().mul_(factor)
-    return _shown(total, params), factor
 
 
 class Clippable(Protocol):
@@ -112,13 +94,12 @@ def clip_together(
 
 @torch.no_grad()
 def norm_of(averages: Averages, wanted: Callable[[torch.Tensor], bool], norm_type: float) -> torch.Tensor:
-    """The total norm of the averaged gradients of the `wanted` parameters, which lie in shards; fp64. On every rank."""
-    averages.settle("clip_grad_norm_()", _WHAT)
-    _refuse_sparse(averages, wanted)
+    """The total norm of the averaged gradients of the `wanted` parameters; fp64. On every rank."""
+    _settle(averages, wanted)
     slots = averages.engine.slots
     indices = [slot.index for slot in slots if wanted(slot.param)]
     averages.engine.participants.announce("norm", indices=indices, norm_type=norm_type)
-    return _total(averages.comm, averages.pieces(wanted), _alike(averages, wanted), norm_type)
+    return _total(averages, averages.comm, wanted, norm_type)
 
 
 @torch.no_grad()
@@ -127,33 +108,69 @@ def scale(averages: Averages, wanted: Callable[[torch.Tensor], bool], factor: fl
     slots = averages.engine.slots
     indices = [slot.index for slot in slots if wanted(slot.param)]
     averages.engine.participants.announce("scale", indices=indices, factor=factor)
-    for gradient in (*averages.pieces(wanted), *_alike(averages, wanted)):
+    _multiply(averages, wanted, factor)
+
+
+def _multiply(averages: Averages, wanted: Callable[[torch.Tensor], bool], factor: float) -> None:
+    pieces, alike = _gradients(averages, wanted)
+    for gradient in (*pieces, *alike):
         gradient.detach().mul_(factor)
-    averages.scaled(factor, wanted)
+    if not averages.whole:
+        averages.scaled(factor, wanted)
 
 
-def _alike(averages: Averages, wanted: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
-    return [param.grad for param in averages.alike(wanted) if param.grad is not None]
+def _gradients(
+    averages: Averages, wanted: Callable[[torch.Tensor], bool]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Averages of the `wanted` parameters: those that no other rank has, and those that all have alike."""
+    if averages.whole:
+        params = [slot.param for slot in averages.engine.slots if wanted(slot.param)]
+        return [], [param.grad for param in params if param.grad is not None]
+    return averages.pieces(wanted), [param.grad for param in averages.alike(wanted) if param.grad is not None]
 
 
 def _total(
-    comm: Communicator, pieces: Sequence[torch.Tensor], alike: Sequence[torch.Tensor], norm_type: float
+    averages: Averages, comm: Communicator, wanted: Callable[[torch.Tensor], bool], norm_type: float
 ) -> torch.Tensor:
-    """The norm of gradients of which `pieces` are this rank's, and all ranks have those that are `alike`."""
+    """The norm of the gradients of the `wanted` parameters, divided among the ranks of `comm`; fp64, on the CPU.
+
+    Parameters that are parts along the same axes of a mesh are counted together, by `comm`, then along each axis.
+    """
     infinite = math.isinf(norm_type)
     if not (infinite or norm_type > 0):
         raise ValueError(f"norm_type should be above 0 or inf and is {norm_type}")
-    counted = [*pieces, *(alike if comm.rank == 0 else ())]
-    devices = dict.fromkeys(g.device for g in counted if g.numel())
-    shares = [
-        _share([g.detach() for g in counted if g.numel() and g.device == device], norm_type).cpu() for device in devices
-    ]
-    share = torch.zeros(1, dtype=torch.float64, device="cpu")
-    if shares:
-        together = torch.stack(shares)
-        share[0] = together.amax() if infinite else together.sum()
-    comm.run(all_reduce(share, share, ReduceOp.MAX if infinite else ReduceOp.SUM, label="gradient norm"))
-    return share[0] if infinite else share[0] ** (1.0 / norm_type)
+    op = ReduceOp.MAX if infinite else ReduceOp.SUM
+    params = [slot.param for slot in averages.engine.slots if wanted(slot.param)]
+    kinds: dict[frozenset[Axis], set[int]] = {frozenset(): set()}  # the ids of parameters, by their axes
+    for param in params:
+        kinds.setdefault(frozenset(axes_of([param])), set()).add(id(param))
+    shares = torch.zeros(len(kinds), dtype=torch.float64, device="cpu")
+    for number, ids in enumerate(kinds.values()):
+        found = _counted(averages, comm, ids, norm_type)
+        if found is not None:
+            shares[number] = found
+    comm.run(all_reduce(shares, shares, op, label="gradient norm"))
+    by_kind = {kind: shares[number] for number, kind in enumerate(kinds)}
+    for axis in axes_of(params):
+        along = [kind for kind in by_kind if axis in kind]
+        values = torch.stack([by_kind.pop(kind) for kind in along])
+        axis.comm.run(all_reduce(values, values, op, label="gradient norm"))
+        for kind, value in zip(along, values, strict=True):
+            before = by_kind.get(kind - {axis}, torch.zeros_like(value))
+            by_kind[kind - {axis}] = torch.maximum(before, value) if infinite else before + value
+    share = by_kind[frozenset()]
+    return share if infinite else share ** (1.0 / norm_type)
+
+
+def _counted(averages: Averages, comm: Communicator, ids: Collection[int], norm_type: float) -> torch.Tensor | None:
+    """What this rank counts of the gradients of the parameters with these `ids`; fp64, on the CPU. None: nothing."""
+    pieces, alike = _gradients(averages, lambda param: id(param) in ids)
+    counted = [each.detach() for each in (*pieces, *(alike if comm.rank == 0 else ())) if each.numel()]
+    devices = dict.fromkeys(gradient.device for gradient in counted)
+    shares = [_share([g for g in counted if g.device == device], norm_type).cpu() for device in devices]
+    if not shares:
+        return None
+    return torch.stack(shares).amax() if math.isinf(norm_type) else torch.stack(shares).sum()
 
 
 def _factor(total: torch.Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float:

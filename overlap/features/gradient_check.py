@@ -52,7 +52,7 @@ class GradientCheck(Feature):
         self._samples = {
             bucket: known.get(bucket) or _samples(bucket)
             for bucket in order
-            if bucket.sharded and not bucket.freed and bucket.gradients.whole.device.type == "cpu"
+            if bucket.sharded and not bucket.frees_gradients and bucket.gradients.whole.device.type == "cpu"
         }
         self._taken = [bucket for bucket in self._taken if bucket in self._samples]
 

@@ -20,12 +20,13 @@ import torch
 from overlap.core.averages import Averages
 from overlap.core.bucket import Slot
 from overlap.core.round import Stage
+from overlap.job.axes import axes_of
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.cuda.math import inspect, prefers_inspect
 from overlap.transport.memory import values_of
 from overlap.transport.operation import all_reduce
 
-__all__ = ["is_scaler_step", "is_unscaling", "reveal_infinities", "scale_of"]
+__all__ = ["is_scaler_step", "is_unscaling", "reveal_along_axes", "reveal_infinities", "scale_of"]
 
 _LOOK = "a GradScaler's look at all gradients"
 
@@ -63,12 +64,15 @@ def reveal_infinities(averages: Averages) -> None:
     engine = averages.engine
     if averages.whole:
         averages.synchronize("a GradScaler's step", _LOOK)
+    if averages.stage is Stage.SYNCHRONIZED:
+        reveal_along_axes(averages)
     if averages.stage in (Stage.SYNCHRONIZED, Stage.SHOWN):
         return
     averages.settle("a GradScaler's step", _LOOK)
     engine.participants.announce("reveal")
     whole = [values_of(param.grad) for param in averages.alike() if param.grad is not None]
-    bad = _any_nonfinite(averages.comm, [*(b.gradients.shard for b in engine.order if b.sharded), *whole])
+    comms = [averages.comm, *_along_axes(averages)]
+    bad = _any_nonfinite(comms, [*(b.gradients.shard for b in engine.order if b.sharded), *whole])
     engine.round.hidden = [
         slot for slot in engine.slots if slot.freed is not None and slot.param.grad is slot.freed.sent
     ]
@@ -78,8 +82,24 @@ def reveal_infinities(averages: Averages) -> None:
     engine.round.advance(Stage.SHOWN)
 
 
-def _any_nonfinite(comm: Communicator, gradients: Iterable[torch.Tensor]) -> bool:
-    """Whether any rank holds an infinity or a NaN. On every rank of `comm`."""
+@torch.no_grad()
+def reveal_along_axes(averages: Averages) -> None:
+    """Once ``.grad`` is the average, let it show the infinities of ranks that have other parts of the parameters.
+
+    On every rank. Without such ranks it does nothing.
+    """
+    comms = _along_axes(averages)
+    slots = averages.engine.slots
+    if comms and _any_nonfinite(comms, [values_of(slot.param.grad) for slot in slots if slot.param.grad is not None]):
+        _show_infinity(True, slots)
+
+
+def _along_axes(averages: Averages) -> list[Communicator]:
+    return [axis.comm for axis in axes_of(slot.param for slot in averages.engine.slots)]
+
+
+def _any_nonfinite(comms: Iterable[Communicator], gradients: Iterable[torch.Tensor]) -> bool:
+    """Whether any rank holds an infinity or a NaN. On every rank of each of `comms`, one after the other."""
     given = [gradient for gradient in gradients if gradient.numel()]
     on_device = [gradient for gradient in given if prefers_inspect(gradient)]
     found = bool(on_device) and bool(inspect(on_device)[1])  # the host waits for the device once
@@ -89,7 +109,8 @@ def _any_nonfinite(comm: Communicator, gradients: Iterable[torch.Tensor]) -> boo
         if not prefers_inspect(gradient)
     )
     flag = torch.tensor([float(found)], device="cpu")
-    comm.run(all_reduce(flag, flag, ReduceOp.MAX, label="infinities"))
+    for comm in comms:
+        comm.run(all_reduce(flag, flag, ReduceOp.MAX, label="infinities"))
     return bool(flag)
 
 

@@ -20,6 +20,7 @@ import torch
 
 from overlap.core.bucket import Bucket, Slot
 from overlap.core.feature import Feature
+from overlap.job.axes import axes_of
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.cuda import streams
 from overlap.transport.cuda.streams import Reading
@@ -55,7 +56,7 @@ class NonfiniteCheck(Feature):
         self._readings: list[tuple[Sequence[_Part], Reading]] = []
 
     def planned(self, order: Sequence[Bucket]) -> None:
-        self._launched = any(streams.on_device(bucket.gradients.whole) for bucket in order)
+        self._launched = any(streams.on_device(bucket.gradients.shard) for bucket in order)
 
     def used(self, buckets: Sequence[Bucket]) -> None:
         if self._found is not None:
@@ -119,7 +120,12 @@ class SkippedSteps:
             agreed = torch.tensor([first], dtype=torch.int64, device="cpu")
             self._comm.run(all_reduce(agreed, agreed, ReduceOp.MIN, label="infinities"))
             first = int(agreed)
-        if first == _NONE:
+        bad = first != _NONE
+        for axis in axes_of(slot.param for slot in self._slots):
+            agreed = torch.tensor([bad], dtype=torch.int64, device="cpu")
+            axis.comm.run(all_reduce(agreed, agreed, ReduceOp.MAX, label="infinities"))
+            bad = bool(agreed)
+        if not bad:
             return False
         self.count += 1
         if self._comm.rank == 0 and self.count & (self.count - 1) == 0:
@@ -127,14 +133,14 @@ class SkippedSteps:
                 "step %d is left out on all ranks: the averaged gradient of %r is infinite or NaN (on_nonfinite='skip'; "
                 "%d step(s) so far)",
                 step,
-                self._slots[first].name,
+                self._slots[first].name if first != _NONE else "a parameter that other ranks have",
                 self.count,
             )
         return True
 
     def _mine(self, buckets: Sequence[Bucket]) -> int:
         """The index of the first parameter whose average, in this rank's part, is not finite. A device is read once."""
-        if not any(streams.on_device(bucket.gradients.whole) for bucket in buckets):
+        if not any(streams.on_device(bucket.gradients.shard) for bucket in buckets):
             return next((slot.index for bucket in buckets if (slot := _nonfinite(bucket)) is not None), _NONE)
         parts = [part for bucket, flat in _looked_at(buckets) for part in _parts(bucket, flat)]
         if not parts:
@@ -191,12 +197,16 @@ def _largest(parts: Iterable[_Part]) -> tuple[list[_Part], torch.Tensor]:
 
     With the parts in that order. A few launches for any number of them.
     """
-    ordered = sorted(parts, key=lambda part: str(part.gradient.dtype))
+    ordered = sorted(parts, key=_kind)
     found = []
-    for _, alike in groupby(ordered, key=lambda part: part.gradient.dtype):
+    for _, alike in groupby(ordered, key=_kind):
         norms = torch._foreach_norm([part.gradient for part in alike], math.inf)
         found.append(torch.stack(list(norms)).double())
-    return ordered, torch.cat(found)
+    return ordered, torch.cat([each.to(found[0].device) for each in found])
+
+
+def _kind(part: _Part) -> tuple[str, str]:
+    return str(part.gradient.device), str(part.gradient.dtype)
 
 
 def _first(parts: Sequence[_Part], largest: Sequence[float]) -> _Part | None:

@@ -109,7 +109,7 @@ def named_parameters_of(
     """
 
     def parameters() -> dict[str, torch.Tensor]:
-        away = {id(slot.param) for slot in (*slots, *others()) if slot.freed is not None}
+        away = {id(slot.param) for slot in (*slots, *others()) if slot.bucket is not None and slot.bucket.freed}
         found = {name: parameter for name, parameter in parameters_of(model).items() if id(parameter) not in away}
         theirs = {id(parameter) for parameter in found.values()} | away
         return found | {slot.name: slot.param for slot in slots if id(slot.param) not in theirs}

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from overlap.core.bucket import Slot
+from overlap.core.buckets.flat_buffer import FlatBuffer
 from overlap.core.feature import Feature
-from overlap.core.flat_buffer import FlatBuffer
 from overlap.transport.cuda import streams
+from overlap.transport.cuda.memory import pinned
 from overlap.transport.native import differ
 
 __all__ = ["Master", "RoundedParameters", "check_gather_dtype"]
@@ -60,7 +61,7 @@ class _Rounded:
 
     values: torch.Tensor
     wire: torch.Tensor
-    _rounded: torch.Tensor  # this rank's part of `wire`
+    packed: torch.Tensor  # this rank's part of `wire`
     _parameters: torch.Tensor  # whole
 
     def _span(self, piece: torch.Tensor) -> slice:
@@ -71,7 +72,7 @@ class _Rounded:
     @torch.no_grad()
     def pack(self) -> None:
         """Round `values` into their place in `wire`."""
-        self._rounded.copy_(self.values)
+        self.packed.copy_(self.values)
 
     @torch.no_grad()
     def land(self) -> None:
@@ -92,7 +93,7 @@ class Master(_Rounded):
         self._seen, self._parameters = parameters[own], parameters
         self.values = torch.empty_like(self._seen)
         self.wire = parameters.to(dtype)
-        self._rounded = self.wire[own]
+        self.packed = self.wire[own]
         self._difference = torch.empty_like(self.values[:_SEGMENT])
         self.forget()
 
@@ -106,19 +107,19 @@ class Master(_Rounded):
         """Replace the exact values of `piece`, a view of :attr:`values`."""
         span = self._span(piece)
         piece.copy_(values)
-        self._rounded[span].copy_(self.values[span])
+        self.packed[span].copy_(self.values[span])
 
     @torch.no_grad()
     def follow(self) -> None:
         """Take over what was written to the parameters: [Note: who sets a parameter sets its master]."""
         if streams.on_device(self._seen):  # without a look, for which the host would wait
-            torch.where(self._rounded == self._seen, self.values, self._seen, out=self.values)
+            torch.where(self.packed == self._seen, self.values, self._seen, out=self.values)
             return
-        if self._seen.dtype is torch.float32 and not differ(self._rounded, self._seen):
+        if self._seen.dtype is torch.float32 and not differ(self.packed, self._seen):
             return
         for start in range(0, self.values.numel(), _SEGMENT):
             span = slice(start, start + _SEGMENT)
-            seen, rounded = self._seen[span], self._rounded[span]
+            seen, rounded = self._seen[span], self.packed[span]
             difference = self._difference[
                 : seen.numel()
             ]  # memory that is reused: fresh pages cost more than all of this
@@ -138,10 +139,11 @@ class FreedMaster(_Rounded):
         whole, own = parameters.whole, parameters.own
         self.used, self.told = used, not used
         buffer = FlatBuffer(parameters.spec, own, dtype, whole.device, freed=True)
-        buffer.free()
-        self.buffer: FlatBuffer | None = buffer
+        self.buffer: FlatBuffer | None = buffer  # freed by its bucket, once it has tensors over it
         self.values, self.wire, self._parameters = parameters.shard, buffer.whole, whole
-        self._rounded = buffer.shard
+        self.packed = buffer.shard
+        if parameters.offloaded:
+            self.packed = pinned(self.values.numel(), dtype, whole.device)
         self._given: torch.Tensor | None = None  # exact values that were loaded, until the next update
 
     def forget(self) -> None:

@@ -25,6 +25,7 @@ from torch.nn.utils import clip_grad
 from overlap.core.alike import Clipped, NotAveraged
 from overlap.core.gates.holders import holders
 from overlap.features.clipping import Clippable, clip_together
+from overlap.job.axes import axes_of
 from overlap.job.session import current, is_initialized
 
 __all__ = ["install"]
@@ -117,6 +118,10 @@ def _norm(
     if len(local) == len(optimizers) == 1 and stranger == 0:  # averages are clipped where they lie
         wanted = {id(parameter) for parameter in chosen}
         return local[0]._clip(lambda param: id(param) in wanted, max_norm, norm_type, error_if_nonfinite)
+    if optimizers and axes_of(chosen):  # each rank has a part of the norm, wherever averages lie
+        if stranger:
+            raise RuntimeError(f"clip_grad_norm_() was given parts of parameters beside gradients of others: {_REMEDY}")
+        return clip_together(optimizers, chosen, max_norm, norm_type, error_if_nonfinite)
     if local and len(local) == len(optimizers) and stranger == 0 and all(each._in_shards for each in local):
         return clip_together(local, chosen, max_norm, norm_type, error_if_nonfinite)
     for optimizer in local:
@@ -145,10 +150,31 @@ def _total(original: _Function, tensors: _Tensors, *args: Any, **rest: Any) -> t
     # All that this rank has of an optimizer means all that any rank has: others have used other parameters.
     wanted = [_wanted(optimizer, places) for optimizer in optimizers]
     clipped = _clipped("get_total_norm()", _norm_of(beside), beside)
+    if axes_of(param for params in wanted for param in params):
+        return _of_parts(optimizers, wanted, beside, *args, **rest)
     if _synchronize(optimizers, "get_total_norm()", clipped):
         given = [*(param.grad for params in wanted for param in params if param.grad is not None), *beside]
     norm: torch.Tensor = original(given, *args, **rest)
     return norm
+
+
+def _of_parts(
+    optimizers: Sequence[_Distributed],
+    wanted: Sequence[Sequence[torch.Tensor]],
+    beside: Sequence[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """The norm of averages of parameters of which other ranks have other parts."""
+    ids = {id(param) for params in wanted for param in params}
+    norms = [each._norm(lambda param: id(param) in ids, norm_type).to(torch.float64) for each in optimizers]
+    norms += [torch.linalg.vector_norm(each.detach(), norm_type).double().cpu() for each in beside]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {float(total)}, not finite")
+    first = wanted[0][0]
+    return total.to(first.device, first.dtype)
 
 
 def _with_norm(

@@ -7,13 +7,13 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 
 from comm_core import TransportError
 from overlap.health.explained import Meaning
 
-__all__ = ["explain", "install", "remove", "say_in_one_line", "say_what_is_under_way"]
+__all__ = ["connection_lost", "explain", "install", "remove", "say_in_one_line", "say_what_is_under_way"]
 
 # What ranks raise that are all there, and mean different things.
 _CAUSES = (  # in the text of an error that says by itself what has happened
@@ -81,6 +81,13 @@ def explain(
         "own traceback, or the launcher's last lines, say why; or, where they say nothing, its host or the network between "
         "them is gone\n"
     )
+
+
+def connection_lost(rank: int, size: int, peers: Collection[int], awaited: Sequence[str]) -> TransportError:
+    """An error for a rank that has lost a connection which is not ours, while it waited for something of `peers`."""
+    peer = f"rank {next(iter(peers))}" if len(peers) == 1 else "another rank"
+    during = f" while it waited for {', '.join(awaited)}" if awaited else ""
+    return TransportError(f"rank {rank} of {size} lost the connection to {peer}{during}")
 
 
 def remove() -> None:

@@ -31,7 +31,7 @@ from overlap.transport.torch.interfaces import VARIABLE, toward
 from overlap.transport.torch.rendezvous import begin_group
 from overlap.transport.torch.variables import Variables
 
-__all__ = ["DefaultGroup", "Wish", "make", "why_not"]
+__all__ = ["DefaultGroup", "Wish", "make", "open_store", "reach_store", "why_not"]
 
 log = logging.getLogger("dear")
 
@@ -123,7 +123,7 @@ def _make(comm: Communicator, local_rank: int, local_size: int) -> DefaultGroup:
     """Each step on all ranks, or on none: :class:`NotSent` is raised on all where one has failed."""
     host = meeting_address(comm)
     stores: list[TCPStore] = []  # at most one
-    port = broadcast_made(comm, lambda: _open_store(host, stores))
+    port = broadcast_made(comm, lambda: open_store(host, stores))
     with contextlib.ExitStack() as undo:
         variables = Variables(
             {
@@ -137,14 +137,14 @@ def _make(comm: Communicator, local_rank: int, local_size: int) -> DefaultGroup:
             }
         )
         undo.callback(variables.restore)
-        allgather_made(comm, lambda: _connect(host, port, stores))
+        allgather_made(comm, lambda: reach_store(host, port, stores))
         undo.callback(_destroy)
         allgather_made(comm, lambda: _join(stores.pop(), comm))
         undo.pop_all()
     return DefaultGroup(variables)
 
 
-def _open_store(host: str, stores: list[TCPStore]) -> int:
+def open_store(host: str, stores: list[TCPStore]) -> int:
     """Into `stores`; listens at that address alone, at the port that is returned."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family, backlog=1024) as listener:
@@ -168,7 +168,7 @@ def _interface(host: str) -> dict[str, str]:
     return {} if found is None else {VARIABLE: found.interface}
 
 
-def _connect(host: str, port: int, stores: list[TCPStore]) -> None:
+def reach_store(host: str, port: int, stores: list[TCPStore]) -> None:
     """To rank 0's store; an interface that does not exist is found out before others wait for this rank."""
     if not stores:
         stores.append(TCPStore(host, port, is_master=False, timeout=_SETUP, wait_for_workers=False))

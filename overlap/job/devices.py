@@ -88,7 +88,8 @@ def fit_out(
     if groups is not None:
         comm, mine = over((groups.comm, groups.mine))
         groups = replace(groups, comm=comm, mine=mine)
-    return replace(members, reductions=reductions, gathers=gathers, groups=groups)
+    neighbours = None if members.post_forward is None else over((members.post_forward,))[0]
+    return replace(members, reductions=reductions, gathers=gathers, groups=groups, post_forward=neighbours)
 
 
 def _carrier(host: Communicator, route: Route, streams: Streams) -> Carrier:

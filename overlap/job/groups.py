@@ -14,7 +14,7 @@ from overlap.job.two_levels import between_hosts
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
 
-__all__ = ["Membership", "ShardGroups", "beside", "divided", "leader", "membership"]
+__all__ = ["Membership", "ShardGroups", "beside", "divided", "interleaved", "leader", "membership"]
 
 #: Among which ranks shards are divided: so many neighbours, those of a host, or these groups of ranks; None: all.
 ShardGroups: TypeAlias = int | Literal["host"] | Sequence[Sequence[int]] | None
@@ -38,7 +38,10 @@ class Membership:
     """The communicators of an optimizer: for reductions, for all-gathers, and for what follows the script's calls.
 
     `everyone` connects all ranks whose parameters start alike: the members, by `calls`, or several such groups. In
-    `groups`, shards are divided within each, whose ranks `gathers` connect.
+    `groups`, shards are divided within each, whose ranks `gathers` connect. With a `host`, the communicator of this
+    host's ranks, `gathers` have an all-gather among ranks of the same place on their hosts; or `lines` do, beside
+    `gathers` among all. `post_forward` connects some neighbours of the :attr:`holders`, among which parameters are sharded
+    from forward to backward.
     """
 
     reductions: tuple[Communicator, ...]
@@ -47,6 +50,9 @@ class Membership:
     ranks: tuple[int, ...]
     everyone: Communicator
     groups: Groups | None = None
+    host: Communicator | None = None
+    lines: Communicator | None = None
+    post_forward: Communicator | None = None
 
     @property
     def comm(self) -> Communicator:
@@ -72,17 +78,39 @@ def membership(
     lanes: int = 1,
     shard_group: ShardGroups = None,
     two_level: ShardGroups = None,
+    on_host: bool = False,
+    some_on_host: bool = False,
+    post_forward_ranks: int | None = None,
 ) -> Membership:
     """The communicators for an optimizer over `process_set`. On every rank of the job, with its own set or the same.
 
     `lanes` of each kind. A rank outside of the set it gives trains alone. With a `shard_group`, shards are divided within
     groups. `two_level`: operations go in two levels, within these groups and between them; None: as
-    `overlap.job.two_levels` decides for all ranks of the job. Raises ``ValueError`` for a set that is not registered, and
-    for groups that do not divide its ranks.
+    `overlap.job.two_levels` decides for all ranks of the job. `on_host`: whole parameters lie once on each host; then
+    shards are in the order of :func:`interleaved`. `some_on_host`: some of them do. `post_forward_ranks`: the size of that
+    group, a divisor of the number of ranks that share shards; on all ranks of the job, or None on all. Raises
+    ``ValueError`` for a set that is not registered, and for groups, or hosts, that do not divide its ranks.
     """
+    if on_host or some_on_host:
+        return _on_hosts(session, process_set, some=some_on_host)
     if shard_group is None or not sharding:
-        return _members(session, process_set, sharding=sharding, lanes=lanes, two_level=two_level)
-    return _in_groups(session, process_set, shard_group, lanes)
+        found = _members(session, process_set, sharding=sharding, lanes=lanes, two_level=two_level)
+    else:
+        found = _in_groups(session, process_set, shard_group, lanes)
+    if post_forward_ranks is None:
+        return found
+    return replace(found, post_forward=_neighbours(session, found, post_forward_ranks))
+
+
+def _neighbours(session: Session, members: Membership, number: int) -> Communicator:
+    """Connects the block of so many of the holders that this rank is in. On every rank of the job."""
+    holders = members.holders
+    place = holders.index(session.comm.rank) // number * number
+    mine = holders[place : place + number]
+    if len(members.ranks) < session.comm.size:
+        return session.subset(mine[0] if len(mine) > 1 else None)
+    (comm,) = session.channels.lease(1, allgather_object(session.control, mine[0]))
+    return comm
 
 
 def divided(
@@ -136,6 +164,57 @@ def _in_groups(session: Session, process_set: ProcessSet, wish: ShardGroups, lan
         *gathers, inside = (session.subset(mine[0] if len(mine) > 1 else None) for _ in range(lanes + 1))
     comm = members.comm
     return replace(members, reductions=tuple(reductions), gathers=tuple(gathers), groups=Groups(comm, inside, mine))
+
+
+def interleaved(hosts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The ranks of `hosts`: the first ones of all hosts, then the second ones, … (pure).
+
+    Raises ``ValueError`` for hosts on which ranks share nothing, or of several sizes.
+    """
+    sizes = [len(host) for host in hosts]
+    if len(set(sizes)) != 1:
+        raise ValueError(
+            f"residency='host' needs as many ranks on every host, and hosts have {', '.join(map(str, sizes))}: start "
+            "the job so, or leave it out"
+        )
+    if sizes[0] == 1 < len(hosts):
+        raise ValueError(
+            f"residency='host' is for ranks that share a host, and each of the {len(hosts)} hosts has one: leave it out, "
+            "or use strategy='fsdp', which divides parameters among hosts"
+        )
+    return tuple(rank for line in zip(*hosts, strict=True) for rank in line)
+
+
+def _on_hosts(session: Session, process_set: ProcessSet, *, some: bool) -> Membership:
+    """All ranks of the job, for parameters that lie once on each host, or of which `some` do. On every rank of the job.
+
+    What all ranks gather goes in two levels then: in one, ranks in this order would send it between hosts again and again.
+    """
+    if process_set is not global_process_set and process_set.process_set_id != 0:
+        raise ValueError(
+            f"residency='host' is for all ranks of the job so far, and {process_set} is given: leave one of them out"
+        )
+    hosts, members = session.hosts, _members(session, process_set, sharding=False)
+    order = interleaved(hosts)
+    if len(order) == 1:
+        return replace(members, host=members.comm)
+    number = {rank: place for place, rank in enumerate(order)}
+    two_levels = len(hosts) > 1 and (some or between_hosts(session) is not None)
+    groups = tuple(tuple(number[rank] for rank in host) for host in hosts) if two_levels else ()
+    reductions, *whole = session.channels.lease(1 + some, levels=Levels("two_level", groups, order))
+    (lines,) = session.channels.lease(1, levels=Levels("hybrid", tuple(zip(*hosts, strict=True))))
+    host_of = {rank: place for place, host in enumerate(hosts) for rank in host}
+    (inside,) = session.channels.lease(1, [host_of[rank] for rank in range(len(order))])
+    shards = Groups(members.comm, reductions, order)
+    gathers = tuple(whole) if some else (lines,)
+    return replace(
+        members,
+        reductions=(reductions,),
+        gathers=gathers,
+        groups=shards,
+        host=inside,
+        lines=lines if some else None,
+    )
 
 
 def _agreed(session: Session, ranks: Sequence[int], wish: ShardGroups) -> tuple[tuple[int, ...], ...]:

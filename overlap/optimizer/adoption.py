@@ -83,9 +83,11 @@ def adopt(
     model: torch.nn.Module,
     strategy: Callable[[torch.optim.Optimizer], Strategy],
     arguments: SharedArguments,
+    beside: DistributedOptimizer | None = None,
 ) -> DistributedOptimizer:
     """Make `optimizer` a distributed one of `model`, with the strategy that `strategy` makes for it, and return it.
 
+    It shares its passes with the one `beside` it: :class:`.DistributedOptimizer`.
     On every rank. Raises as :class:`.DistributedOptimizer`; the optimizer is as before then.
     """
     kind: Any = type(optimizer)
@@ -96,7 +98,7 @@ def adopt(
     optimizer.__class__ = _distributed(kind)
     assert isinstance(optimizer, DistributedOptimizer)
     try:
-        DistributedOptimizer.__init__(optimizer, twin, model, strategy(twin), arguments)
+        DistributedOptimizer.__init__(optimizer, twin, model, strategy(twin), arguments, beside=beside)
     except BaseException:
         optimizer.__class__ = kind
         optimizer.__dict__ = attributes

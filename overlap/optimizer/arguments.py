@@ -220,6 +220,7 @@ KINDS: Mapping[str, _Kind] = {
     "nprocs_per_node": _or_none(_WHOLE),
     "num_groups": _WHOLE,
     "num_nearby_layers": _or_none(_WHOLE),
+    "offload": ("'cpu' or None", lambda value: value in ("cpu", None)),
     "on_nonfinite": ("'raise', 'skip' or 'ignore'", lambda value: value in CHOICES),
     "outer": _TEXT,
     "outer_clip": _NUMBER_OR_AUTO,

@@ -26,7 +26,7 @@ from overlap.core.once import Once
 from overlap.core.round import Round
 from overlap.core.shards import ShardUpdate
 from overlap.core.step import Stepper
-from overlap.core.unsharding import SamePasses, Unsharder
+from overlap.core.unsharding import Enlisted, SamePasses, Unsharder
 from overlap.core.wire import Exchange
 from overlap.features import torch_clipping
 from overlap.features.buffers import BroadcastBuffers
@@ -48,16 +48,19 @@ from overlap.features.sparse import DenseGradients, SparseGradients
 from overlap.health.explained import in_words
 from overlap.job.devices import fit_out
 from overlap.job.groups import Membership, membership
+from overlap.job.memory.host_memory import HostMemory
 from overlap.job.process_set import global_process_set
 from overlap.job.session import Session
 from overlap.optimizer.arguments import SharedArguments, check_passes, feasible, parse_groups
 from overlap.optimizer.memory_check import check_memory, check_room
+from overlap.optimizer.once_per_host import frozen_memory, host_of
 from overlap.optimizer.param_groups import Wrapped
 from overlap.optimizer.start import (
     agree_on_terms,
     collect_slots,
     postpone_values,
     refuse_graphed,
+    refuse_on_host,
     refuse_other_sharders,
     refuse_other_wrappers,
     synchronize_start,
@@ -107,6 +110,7 @@ def build(
     arguments: SharedArguments,
     *,
     groups_of: Callable[[Session], Membership] | None = None,
+    passes: Unsharder | None = None,
 ) -> Assembly:
     """Put together the parts behind `shell`; see :class:`.DistributedOptimizer` for the arguments. On every rank."""
     refuse_other_sharders(optimizer)
@@ -121,6 +125,8 @@ def build(
     refuse_graphed(model, slots, strategy.name, updates)
     tell_of_a_lone_trainer(model, session.comm)
     check_memory(slots, updates, session.comm.rank)
+    if strategy.on_host or strategy.some_on_host:
+        refuse_on_host(model, slots)
     groups = parse_groups(arguments.num_groups, arguments.groups, slots)
     deferred = sum(is_deferred(slot.param) for slot in slots)
     terms = terms_of(strategy, arguments, updates, groups, by_loss=by_loss, deferred=deferred)
@@ -128,7 +134,9 @@ def build(
     if everybody:  # before channels are leased, whose number depends on them
         agree_on_terms(session.control, terms)
     check_room(session.control, slots, strategy, updates)
-    late = postpone_values(model, slots, strategy, updates, shared=arguments.sync_start)
+    shares = not strategy.learns and any(len(ranks) > 1 for ranks in session.hosts)
+    frozen = frozen_memory(session, model) if model is not None and shares and arguments.sync_start else []
+    late = postpone_values(model, slots, strategy, updates, shared=arguments.sync_start, frozen=frozen)
     session.registry.take_over([slot.param for slot in slots])
     if groups_of is not None:
         hosts = groups_of(session)
@@ -140,6 +148,9 @@ def build(
             lanes=strategy.lanes,
             shard_group=strategy.shard_group,
             two_level=strategy.two_level,
+            on_host=strategy.on_host,
+            some_on_host=strategy.some_on_host,
+            post_forward_ranks=strategy.post_forward_ranks,
         )
     if not everybody:
         agree_on_terms(hosts.comm, terms)
@@ -147,8 +158,9 @@ def build(
     members = fit_out(session, hosts, named, _why_not_on_a_gpu(strategy), _EAGER if updates is Updates.EAGER else "")
     for attach in late:
         attach(members.everyone)
+    host = host_of(session, members.ranks) if shares else None
     if arguments.sync_start:
-        synchronize_start(members.everyone, optimizer, model, slots)
+        synchronize_start(members.everyone, optimizer, model, slots, host=host, frozen=frozen)
     poisoned = session.poison if arguments.poison is None else arguments.poison
     assembly = _assemble(
         session,
@@ -162,8 +174,10 @@ def build(
         groups,
         by_loss=by_loss,
         poison=poisoned,
+        unsharder=Unsharder(model, poison=poisoned and members.comm.size > 1) if passes is None else passes,
     )
     inside = () if hosts.groups is None else (hosts.comm, hosts.shards)
+    inside = (*inside, *(each for each in (hosts.host, hosts.lines, hosts.post_forward) if each is not None))
     channels = (*hosts.reductions, *hosts.gathers, hosts.calls, hosts.everyone, *inside)
     owner = Ownership(assembly.engine, assembly.wrapped, assembly.full_state, {channel.name for channel in channels})
     topic = session.registry.register(shell, owner)
@@ -192,6 +206,9 @@ def _updates(
             "on_nonfinite='skip' leaves out a step when all gradients are known, and eager=True updates before that: use "
             "'raise' or 'ignore', or eager=False"
         )
+    if (strategy.on_host or strategy.some_on_host) and not updates.in_shards:
+        why = _why_whole(strategy, optimizer, elementwise)
+        raise ValueError(f"residency='host' has each rank update its share, and every rank updates all here: {why}")
     if strategy.updates.in_shards and updates is Updates.WHOLE and session.comm.rank == 0:
         may = per_parameter if strategy.updates is Updates.OWNED else elementwise
         why = _why_whole(strategy, optimizer, may)
@@ -228,6 +245,7 @@ def _assemble(
     *,
     by_loss: bool,
     poison: bool,
+    unsharder: Unsharder,
 ) -> Assembly:
     """The parts, from the lowest up: each is given those below it. Communicates nothing but values that are made now."""
     comm, used = members.comm, strategy.param_dtype is not None
@@ -241,7 +259,8 @@ def _assemble(
     transit = Transit(members.gathers, poison=poison)
     rounds = JoinRounds(comm, members.ranks, joined_ranks_of(session), slots, shared_order=not strategy.ordered)
     room = None if strategy.whole_mb is None else int(strategy.whole_mb * 2**20)
-    unsharder = Unsharder(members.gathers, model, comm, rounds, room, poison=poison and comm.size > 1)
+    host = None if members.host is None else HostMemory(members.host)
+    unsharder.enlist(rounds, comm, members.gathers, room, members.post_forward, members.lines, host)
     every = session.settings.check_every if arguments.check_every is None else arguments.check_every
     compares = EarlyReplicaCheck if updates is Updates.EAGER else ReplicaCheck
     alike = named_parameters_of(model, slots, partial(_slots_of, session))
@@ -254,7 +273,7 @@ def _assemble(
     if renormed is not None and updates is not Updates.EAGER:  # which makes replicas differ until step()
         writes = ForwardWrites(members.calls, members.ranks, alike, transit, partial(_apart, renormed, model))
     features = (
-        unsharder,
+        Enlisted(unsharder, rounds),
         *features_of(
             members,
             slots,
@@ -287,6 +306,7 @@ def _assemble(
         lanes=len(members.reductions),
         make_master=None if rounded is None else rounded.master,
         sharers=members.shards,
+        host=host,
     )
     round = Round(
         planner,

@@ -11,7 +11,7 @@ import torch
 from overlap.core.clock import StepClock
 from overlap.core.engine import Engine
 from overlap.core.gates.passing import passing_cost
-from overlap.job.memory import available_bytes
+from overlap.job.memory.counted import available_bytes
 from overlap.job.session import current
 from overlap.plan.choice import Job, choose
 from overlap.plan.link_probe import start_cost

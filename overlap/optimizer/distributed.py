@@ -17,10 +17,11 @@ from overlap.core.alike import NOTHING, Clipped
 from overlap.core.bucket import Bucket
 from overlap.core.gates.compiled import keep_untraced
 from overlap.core.round import Stage
+from overlap.core.unsharding import Unsharder
 from overlap.features.clipping import clip, norm_of, scale
 from overlap.features.join import joined_ranks_of
 from overlap.features.join_follower import Follower
-from overlap.features.loss_scale import is_scaler_step, is_unscaling, reveal_infinities, scale_of
+from overlap.features.loss_scale import is_scaler_step, is_unscaling, reveal_along_axes, reveal_infinities, scale_of
 from overlap.job.groups import Membership
 from overlap.job.session import Session, current
 from overlap.optimizer.arguments import SharedArguments, check_passes
@@ -65,6 +66,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         arguments: those that every strategy takes.
         groups_of: among which ranks gradients are averaged, where that is not `arguments.process_set`; called once, on
             every rank.
+        beside: an optimizer of the same model and the same ranks, with which this one shares the passes in which
+            parameters are gathered.
 
     On every rank. Raises ``ValueError`` or ``TypeError`` where ranks, names or arguments do not fit together.
     """
@@ -77,12 +80,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         arguments: SharedArguments,
         *,
         groups_of: Callable[[Session], Membership] | None = None,
+        beside: DistributedOptimizer | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"the first argument should be a torch.optim.Optimizer and is {type(optimizer).__name__}")
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError("the optimizer is distributed already: use it as it is, or wrap the optimizer inside")
-        parts = build(current(), self, optimizer, named_parameters, strategy, arguments, groups_of=groups_of)
+        passes = None if beside is None else beside._passes
+        parts = build(
+            current(),
+            self,
+            optimizer,
+            named_parameters,
+            strategy,
+            arguments,
+            groups_of=groups_of,
+            passes=passes,
+        )
         # Not `_optimizer`: Lightning's wrappers, which pose as this class, have this object under that name.
         self._inner, self._model, self._comm = optimizer, parts.model, parts.comm
         self._engine, self._averages, self._everyone = parts.engine, parts.averages, parts.everyone
@@ -100,12 +114,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._follower = Follower(self._engine, parts.rounds, self._averages, self._stepper, optimizer, step)
         joined_ranks_of(current()).enroll(self._follower)
 
+    @property
+    def _passes(self) -> Unsharder:
+        return self._engine.unsharder
+
     # - Looks like the user's optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         if is_unscaling(sys._getframe(1)) and self._averages.stage is not Stage.SHOWN:
             self._averages.synchronize()  # [Note: one verdict on infinities]
+            reveal_along_axes(self._averages)
             self._engine.closing.scale = scale_of(sys._getframe(1))
         return self._inner.param_groups
 
@@ -278,7 +297,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not set_to_none:
             self._engine.policy.arrive()  # zeros would be written into what is still being reduced
         zeros = not set_to_none
-        aside = self._engine.sent_aside(zeros=zeros) if self._engine.unsharder.active else contextlib.nullcontext()
+        stands_in = self._engine.unsharder.active or self._engine.on_host
+        aside = self._engine.sent_aside(zeros=zeros) if stands_in else contextlib.nullcontext()
         with self._wrapped.unwatched(), aside:
             self._inner.zero_grad(set_to_none)
 

@@ -10,7 +10,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,13 @@ _Lap = dict[str, dict[str, float]]  # by kind and layer, seconds of `time.perf_c
 class LayerTimes:
     """Stamps the clock around the layers of `model` that hold parameters, until :meth:`remove`. On one rank.
 
+    `waited`: the seconds so far that this rank has waited for others inside of passes; the clock stands still meanwhile.
+
     Raises ``ValueError`` for a model without trained parameters, and for one on a GPU, whose times the host does not see.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, waited: Callable[[], float] = float) -> None:
+        self._waited = waited
         seen: set[int] = set()
         self.tensors: dict[str, tuple[int, ...]] = {}
         self._handles: list[RemovableHandle] = []
@@ -65,12 +68,15 @@ class LayerTimes:
             return  # a checkpoint recomputes it: that is backward's time
         if self._first in (None, name):  # another pass: the last one of a step counts
             self._first, self._lap = name, {}
-        self._lap.setdefault("entered", {}).setdefault(name, time.perf_counter())
+        self._lap.setdefault("entered", {}).setdefault(name, self._now())
 
     def _stamp(self, kind: str, name: str) -> None:
         if kind != "gradient" and torch._C._current_graph_task_id() >= 0:
             return
-        self._lap.setdefault(kind, {})[name] = time.perf_counter()
+        self._lap.setdefault(kind, {})[name] = self._now()
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._waited()
 
     def lap(self) -> _Lap:
         """The time stamps since the last lap."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from overlap.core.bucket import Slot
-from overlap.job.memory import available_bytes
+from overlap.job.memory.counted import available_bytes
 from overlap.plan.plan import Updates
 from overlap.plan.strategy import Strategy
 from overlap.state.deferred_init import is_deferred

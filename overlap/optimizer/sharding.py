@@ -10,8 +10,9 @@ from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments
 from overlap.plan.fusion import limits, size_and_device
 from overlap.state.elementwise import divisible
+from overlap.transport.cuda import streams
 
-__all__ = ["module_of", "needs_owners", "refuse_what_is_lost", "sizes"]
+__all__ = ["module_of", "needs_owners", "refuse_offload_of_owned", "refuse_what_is_lost", "sizes"]
 
 
 def sizes(
@@ -31,6 +32,15 @@ def needs_owners(optimizer: torch.optim.Optimizer, arguments: SharedArguments) -
     return bool(arguments.per_parameter) or not elementwise
 
 
+def refuse_offload_of_owned(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``ValueError`` where shares are to be offloaded from a device, and are whole parameters, each on one rank."""
+    if any(streams.on_device(each) for group in optimizer.param_groups for each in group["params"]):
+        raise ValueError(
+            f"offload='cpu' with {type(optimizer).__name__}, which needs whole parameters: only shares that may be cut "
+            "anywhere are offloaded; leave it out, or take an optimizer that works element by element"
+        )
+
+
 def module_of(named_parameters: Any, strategy: str) -> torch.nn.Module:
     """The model, where it was given and no parameter would be lost. Raises ``TypeError`` or ``ValueError``."""
     if not isinstance(named_parameters, torch.nn.Module):
@@ -43,13 +53,7 @@ def module_of(named_parameters: Any, strategy: str) -> torch.nn.Module:
 
 
 def refuse_what_is_lost(model: torch.nn.Module, strategy: str) -> None:
-    """Raise ``ValueError`` where parameters are on a GPU, or where forward writes to parameters that are freed after it."""
-    for name, parameter in model.named_parameters():
-        if parameter.device.type not in ("cpu", "meta"):
-            raise ValueError(
-                f"{strategy} works on CPUs so far, and {name!r} is on {parameter.device}: use strategy='dear' there, which "
-                "shards the optimizer's state"
-            )
+    """Raise ``ValueError`` where forward writes to parameters that are freed after it."""
     for name, module in model.named_modules():
         if getattr(module, "max_norm", None) is not None and isinstance(
             module, torch.nn.Embedding | torch.nn.EmbeddingBag

@@ -55,7 +55,7 @@ def before_saving(model: torch.nn.Module, what: str, optimizers: Sequence[Any] =
 def before_loading(model: torch.nn.Module, what: str, optimizers: Sequence[Any] = ()) -> None:
     """As :func:`before_saving`; and parameters that were gathered ahead are gathered anew by the next pass."""
     for each in before_saving(model, what, optimizers):
-        each._engine.unsharder.stale = each._engine.unsharder.active
+        each._engine.unsharder.values_change()
 
 
 def _everywhere(optimizers: Sequence[Any]) -> list[Any]:

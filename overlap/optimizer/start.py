@@ -15,13 +15,16 @@ from torch.nn.parameter import is_lazy
 from overlap.core.bucket import Slot, line
 from overlap.core.cuda_graphs import graphed_module, refuse_graphed_module
 from overlap.core.other_wrappers import other_sharder, other_wrapper
+from overlap.features.renormed import announced
+from overlap.job.axes import axes_of
 from overlap.job.session import current
 from overlap.optimizer.arguments import SharedArguments
+from overlap.optimizer.once_per_host import Memory, alike, share_from_rank_0
 from overlap.plan.groups import Groups
 from overlap.plan.plan import Updates
 from overlap.plan.strategy import Strategy
 from overlap.plan.tuning.options import Tuning
-from overlap.state.deferred_init import is_deferred, materialize, postpone
+from overlap.state.deferred_init import give_values, is_deferred, materialize, postpone, tensors_of
 from overlap.state.optimizer_state import broadcast_optimizer_state
 from overlap.transport.broadcast import broadcast_tensors
 from overlap.transport.communicator import Communicator
@@ -124,6 +127,22 @@ def refuse_other_wrappers(model: torch.nn.Module | None, slots: Sequence[Slot]) 
         raise TypeError(found)
 
 
+def refuse_on_host(model: torch.nn.Module | None, slots: Sequence[Slot]) -> None:
+    """Raise ``ValueError`` for parameters that cannot lie in a memory that the ranks of a host share."""
+    elsewhere = next((slot for slot in slots if slot.param.device.type not in ("cpu", "meta")), None)
+    if elsewhere is not None:
+        raise ValueError(
+            f"residency='host' is for parameters on the CPU, and {elsewhere.name!r} is on {elsewhere.param.device}: leave "
+            "it out"
+        )
+    shortened = sorted(announced(model))
+    if shortened:
+        raise ValueError(
+            f"forward shortens rows of {shortened[0]!r} (max_norm), and with residency='host' several ranks would in one "
+            "memory: leave one of them out"
+        )
+
+
 def refuse_graphed(model: torch.nn.Module | None, slots: Sequence[Slot], strategy: str, updates: Updates) -> None:
     """Raise ``ValueError`` for CUDA graphs of the model where parameters move, or are not final when ``step()`` returns."""
     there = [slot.param for slot in slots if streams.on_device(slot.param)]
@@ -157,17 +176,24 @@ def _refuse_lazy(name: str, tensor: torch.Tensor) -> None:
 
 
 def postpone_values(
-    model: torch.nn.Module | None, slots: Sequence[Slot], strategy: Strategy, updates: Updates, *, shared: bool
+    model: torch.nn.Module | None,
+    slots: Sequence[Slot],
+    strategy: Strategy,
+    updates: Updates,
+    *,
+    shared: bool,
+    frozen: Sequence[Memory] = (),
 ) -> list[Callable[[Communicator], None]]:
     """Leave parameters without memory that ``deferred_init()`` has made, where each rank is to keep its share of them.
 
-    All others get their values. Returns what gives these slots theirs by a communicator, once there is one: rank 0's, if
-    they are `shared`.
+    All others get their values, but for those in `frozen`. Returns what gives these slots theirs by a communicator, once
+    there is one: rank 0's, if they are `shared`.
     """
     waiting = [slot for slot in slots if is_deferred(slot.param)]
     late = [slot for slot in waiting if slot.param.requires_grad] if updates.in_shards and not strategy.learns else []
+    left = {id(tensor) for memory in frozen for tensor in memory.tensors}
     for slot in waiting:
-        if slot not in late:
+        if slot not in late and id(slot.param) not in left:
             materialize(slot.param)
     memory = torch.empty(
         max((slot.param.nbytes for slot in late), default=0), dtype=torch.uint8
@@ -191,7 +217,7 @@ def postpone_values(
 
     found = [postponed(slot) for slot in late]
     if model is not None:
-        materialize(model)
+        give_values(named for named in tensors_of(model) if id(named[1]) not in left)
     return found
 
 
@@ -202,9 +228,19 @@ def synchronize_start(
     slots: Sequence[Slot],
     *,
     state: bool = True,
+    host: Communicator | None = None,
+    frozen: Sequence[Memory] = (),
 ) -> None:
-    """Compare signatures, then take rank 0's parameters, buffers and optimizer state. On every rank of `comm`."""
+    """Compare signatures, then take rank 0's parameters, buffers and optimizer state. On every rank of `comm`.
+
+    `frozen` ones are once in the memory of each host afterwards, whose ranks of `comm` `host` connects. Where some
+    parameters are parts along an axis of a mesh, the others are those of its first rank. On every rank of it then.
+    """
+    for axis in axes_of(slot.param for slot in slots):
+        others = [slot.param for slot in slots if axis not in axes_of([slot.param]) and slot.filling is None]
+        broadcast_tensors(axis.comm, others, 0)
     if comm.size == 1:
+        _keep(frozen)
         return
     compare("model and optimizer", allgather_object(comm, _signature(optimizer, slots)))
     tensors: dict[int, torch.Tensor] = {id(slot.param): slot.param for slot in slots}
@@ -213,9 +249,22 @@ def synchronize_start(
     for slot in slots:
         if slot.filling is not None:
             del tensors[id(slot.param)]
+    if host is not None:
+        missing, there = alike(comm, frozen)
+        share_from_rank_0(comm, host, missing)
+        for memory in (*missing, *there):
+            for tensor in memory.tensors:
+                tensors.pop(id(tensor), None)
+        _keep(frozen)
     broadcast_tensors(comm, list(tensors.values()), 0)
     if state:
         broadcast_optimizer_state(comm, optimizer, 0)
+
+
+def _keep(frozen: Iterable[Memory]) -> None:
+    """Give those that have no values yet memory of their own."""
+    for memory in frozen:
+        give_values(zip(memory.names, memory.tensors, strict=True))
 
 
 def agree_on_strategy(name: str, tune: bool | Tuning = False) -> None:

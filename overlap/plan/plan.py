@@ -48,9 +48,14 @@ class Residency(Enum):
     """How long a rank has whole parameters of a bucket that is sharded."""
 
     KEPT = auto()  # always
+    HOST = auto()  # always: they lie once in each host's memory, to which each rank writes its share of updates
     FREED = auto()  # while a pass uses them: they are gathered ahead of that (`overlap.plan.sweeps`)
+    SHARDED_POST_FORWARD = (
+        auto()
+    )  # the same; for backward within a group of ranks, which have kept shares since forward
     FREED_AFTER_BACKWARD = auto()  # from their use in forward to that in backward
     FREED_IN_STEP = auto()  # from their first use after a step to the next step, in all passes
+    FREED_IN_STEP_ON_HOST = auto()  # the same, and they lie once in each host's memory, which its ranks fill together
 
 
 _LEADS = {
@@ -90,7 +95,17 @@ class BucketPlan:
     @property
     def freed(self) -> bool:
         """Whether this rank has its share only, between uses."""
-        return self.sharded and self.residency is not Residency.KEPT
+        return self.sharded and self.residency not in (Residency.KEPT, Residency.HOST)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the ranks of a host have one copy of whole parameters together."""
+        return self.sharded and self.residency is Residency.HOST
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether whole gradients have memory only until they are reduced."""
+        return self.freed or self.on_host
 
     @property
     def owner(self) -> int | None:

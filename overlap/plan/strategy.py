@@ -58,8 +58,14 @@ class Strategy(ABC):
     carries: bool = False  # hands `wide_gradients` and `wide_parameters` of buckets on to the communicator
     learns: bool = True  # plans after the first iteration; else when it is made, from the order of the model's modules
     whole_mb: float | None = None  # of freed buckets, how much may be whole beside what is used; None: four of them
+    offload: bool = (
+        False  # of models on a device, shards of freed buckets lie in the host's memory, and are updated there
+    )
     shard_group: ShardGroups = None  # among which ranks shards are divided, see `overlap.job.groups`
+    post_forward_ranks: int | None = None  # so many of those gather parameters that are ``SHARDED_POST_FORWARD``
     two_level: ShardGroups = None  # within which groups, and between them, operations go; None: as the job decides
+    on_host: bool = False  # whole parameters lie once in each host's memory: `Residency.HOST`
+    some_on_host: bool = False  # those of some freed buckets may: `Residency.FREED_IN_STEP_ON_HOST`
     looks: bool = (
         False  # at its steps while training goes on, and may change buckets: see `overlap.features.replanning`
     )
@@ -72,7 +78,7 @@ class Strategy(ABC):
 
     def residency(self, spec: BucketSpec) -> Residency:
         """How long a rank has whole parameters of a bucket, if that is sharded."""
-        return Residency.KEPT
+        return Residency.HOST if self.on_host else Residency.KEPT
 
     @property
     def space(self) -> tuple[Dimension, ...]:
@@ -109,6 +115,11 @@ class Strategy(ABC):
             raise ValueError(
                 f"shard_group cannot change from {self.shard_group!r} to {other.shard_group!r} in replan(): wrap the "
                 "optimizer again"
+            )
+        if other.on_host != self.on_host:
+            raise ValueError(
+                f"replan() cannot go from strategy {self.name!r} to {other.name!r}, of which one has parameters in the "
+                "host's memory (residency='host'): wrap the optimizer again"
             )
         if other.gather_dtype is not self.gather_dtype:
             raise ValueError(

@@ -1,12 +1,16 @@
-"""Cuts a range of a flattened tensor into rectangular boxes of the tensor (pure: numbers in, numbers out; no torch)."""
+"""Cuts a range of a flattened tensor into rectangular boxes, and finds them in a larger tensor that it is a part of.
+
+Pure: numbers in, numbers out; no torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Box", "boxes", "dims_in_memory"]
+__all__ = ["Box", "Place", "Region", "Segment", "boxes", "dims_in_memory", "segments"]
 
 
 class Box(NamedTuple):
@@ -16,6 +20,63 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]
     start: int
     stop: int
+
+
+class Segment(NamedTuple):
+    """Consecutive indices of a dimension: from `here` on in a part, from `there` on in the whole, so many."""
+
+    here: int
+    there: int
+    length: int
+
+
+class Place(NamedTuple):
+    """What a box is of a larger tensor: a box there, and where it lies `inside` the first one."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    inside: tuple[int, ...]
+
+
+class Region(NamedTuple):
+    """Where a part lies in a whole tensor: the `shape` of that, and for each dimension the segments that the part has."""
+
+    shape: tuple[int, ...]
+    dims: tuple[tuple[Segment, ...], ...]
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(sum(segment.length for segment in dim) for dim in self.dims)
+
+    @property
+    def divided(self) -> bool:
+        """Whether there are other parts."""
+        return self.shape != self.local
+
+    def places(self, box: Box) -> list[Place]:
+        """Where a box of the part lies in the whole tensor: in one place, unless it has several segments."""
+        cuts = [_meet(*dim) for dim in zip(self.dims, box.offsets, box.sizes, strict=True)]
+        return [Place(*zip(*chosen, strict=True)) if chosen else Place((), (), ()) for chosen in product(*cuts)]
+
+
+def _meet(dim: tuple[Segment, ...], offset: int, size: int) -> list[tuple[int, int, int]]:
+    """What a range of the part has of each segment: its start in the whole, its length, its start in the range."""
+    found = []
+    for here, there, length in dim:
+        low, high = max(here, offset), min(here + length, offset + size)
+        if low < high:
+            found.append((there + low - here, high - low, low - offset))
+    return found
+
+
+def segments(lengths: Sequence[int], part: int, stride: int = 1) -> tuple[Segment, ...]:
+    """Those of the part of this number, where a dimension is divided into parts of these `lengths`.
+
+    With a `stride`, each of so many equal blocks of it was divided for itself.
+    """
+    mine, block, before = lengths[part] // stride, sum(lengths) // stride, sum(lengths[:part]) // stride
+    return tuple(Segment(number * mine, number * block + before, mine) for number in range(stride))
 
 
 def boxes(shape: Sequence[int], start: int, stop: int, dims: Sequence[int] | None = None) -> list[Box]:

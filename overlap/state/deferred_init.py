@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,9 +16,21 @@ from torch.nn.modules.module import (
 from overlap.state import recording
 from overlap.state.placement import Placement
 from overlap.state.recording import Recorder, become, deferred
-from overlap.state.replay import leaves, real_view, silence, view_of
+from overlap.state.replay import Memory, leaves, real_view, silence, view_of
 
-__all__ = ["become", "deferred_init", "is_deferred", "materialize", "postpone", "values_of"]
+__all__ = [
+    "become",
+    "check",
+    "deferred_init",
+    "give_values",
+    "is_deferred",
+    "materialize",
+    "move",
+    "postpone",
+    "storage_of",
+    "tensors_of",
+    "values_of",
+]
 
 _here = threading.local()
 _VERSION = "_dear_deferred_version"
@@ -80,7 +92,7 @@ def values_of(tensor: torch.Tensor, name: str = "a tensor") -> torch.Tensor:
     """
     if tensor.device.type != "meta":
         return tensor
-    _check(tensor, name)
+    check(tensor, name)
     return recording.values_of(tensor)
 
 
@@ -89,7 +101,7 @@ def postpone(tensor: torch.Tensor, stand_in: torch.Tensor, name: str = "a tensor
 
     Raises ``RuntimeError`` as that.
     """
-    _check(tensor, name)
+    check(tensor, name)
     found = deferred(tensor)
     assert found is not None
     view = view_of(tensor, found.memory, None)
@@ -112,9 +124,15 @@ def materialize(target: Target) -> Target:
 
     Raises ``RuntimeError`` as ``values_of`` does, before anything has changed.
     """
-    waiting = [(name, tensor) for name, tensor in _tensors(target) if tensor.device.type == "meta"]
+    give_values(tensors_of(target))
+    return target
+
+
+def give_values(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """:func:`materialize` for `tensors`, which have these names in errors."""
+    waiting = [(name, tensor) for name, tensor in tensors if tensor.device.type == "meta"]
     for name, tensor in waiting:
-        _check(tensor, name)
+        check(tensor, name)
     # Results of computations first: they hold on to the parameters that they were computed from.
     for _, tensor in sorted(waiting, key=lambda item: item[1].is_leaf):
         found = deferred(tensor)
@@ -123,11 +141,30 @@ def materialize(target: Target) -> Target:
             found.real = found.real or found.storage()
             become(tensor, real_view(view_of(tensor, found.memory, None), found.real))
         vars(tensor).pop(_VERSION, None)
-    return target
 
 
-def _tensors(target: torch.nn.Module | torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """With their names, each tensor once."""
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The memory of `tensor`; of a deferred one, new memory with its values."""
+    found = deferred(tensor)
+    if found is None:
+        return tensor.untyped_storage()
+    with silence():
+        return found.real or found.storage()
+
+
+def move(tensors: Iterable[torch.Tensor], storage: torch.UntypedStorage) -> None:
+    """Give all `tensors` over one memory, which may be deferred, their places in `storage`, which is as large."""
+    for tensor in tensors:
+        view = real_view(view_of(tensor, Memory(0), None), storage)
+        if tensor.device.type == "meta":
+            become(tensor, view)
+            vars(tensor).pop(_VERSION, None)
+        else:
+            tensor.data = view
+
+
+def tensors_of(target: torch.nn.Module | torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The parameters, buffers and other tensors of a module with their names, each once; or the tensor."""
     if isinstance(target, torch.Tensor):
         return [("a tensor", target)]
     named = [*target.named_parameters(), *target.named_buffers()]
@@ -138,7 +175,8 @@ def _tensors(target: torch.nn.Module | torch.Tensor) -> list[tuple[str, torch.Te
     return list({id(tensor): (name, tensor) for name, tensor in reversed(named)}.values())[::-1]
 
 
-def _check(tensor: torch.Tensor, name: str) -> None:
+def check(tensor: torch.Tensor, name: str) -> None:
+    """Raise ``RuntimeError``, with `name`, for a tensor on the meta device that has no values that could be computed."""
     with silence():
         shape, version = tuple(tensor.size()), tensor._version
     if deferred(tensor) is None:

@@ -9,6 +9,7 @@ import torch
 from overlap.core.bucket import Bucket
 from overlap.core.shards import Piece, ShardUpdate
 from overlap.state.masters import MASTER
+from overlap.state.pieces import beside
 
 __all__ = ["by_parameter", "held", "put", "put_master", "set_state"]
 
@@ -30,7 +31,7 @@ def put(shards: ShardUpdate, one: Piece, state: _State) -> None:
     if MASTER in state:
         put_master(one, state.pop(MASTER))
     if state:
-        shards.state[one.proxy] = state
+        shards.state[one.proxy] = beside(state, one.proxy)
     shards.written.note(one.proxy)
 
 
@@ -46,7 +47,7 @@ def set_state(shards: ShardUpdate, one: Piece, state: _State) -> None:
     """Replace the optimizer's own state of a piece; without any, there is none."""
     shards.state.pop(one.proxy, None)
     if state:
-        shards.state[one.proxy] = state
+        shards.state[one.proxy] = beside(state, one.proxy)
     shards.written.note(one.proxy)
 
 

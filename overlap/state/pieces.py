@@ -12,7 +12,7 @@ from overlap.core.bucket import Slot
 from overlap.state.elementwise import SCALAR_STATE
 from overlap.transport.memory import from_flat, to_flat
 
-__all__ = ["PARAMETER", "PieceState", "assemble", "is_sliced", "part_of", "to_cpu"]
+__all__ = ["PARAMETER", "PieceState", "assemble", "beside", "is_sliced", "part_of", "to_cpu"]
 
 PARAMETER = "parameter"  # the key of a piece's own values
 
@@ -26,15 +26,15 @@ def assemble(slots: list[Slot], parts: Iterable[PieceState], *, whole: bool) -> 
     flats: dict[tuple[int, str], torch.Tensor] = {}
     for part in parts:
         for index, (start, stop, state) in part.items():
-            param = slots[index].like
+            param, place = slots[index].like, slots[index].rests_on
             target = full.setdefault(slots[index].param, {})
             for key, value in state.items():
                 if whole or not is_sliced(key, value, stop - start):
-                    target.setdefault(key, _placed(value, param))
+                    target.setdefault(key, _placed(value, place))
                     continue
                 flat = flats.get((index, key))
                 if flat is None:
-                    flat = flats[index, key] = torch.zeros(param.numel(), dtype=value.dtype, device=param.device)
+                    flat = flats[index, key] = torch.zeros(param.numel(), dtype=value.dtype, device=place)
                     target[key] = from_flat(flat, param)
                 flat[start:stop].copy_(value)
     return full
@@ -60,11 +60,21 @@ def part_of(state: Mapping[str, Any], param: torch.Tensor, start: int, stop: int
     return {key: part(key, value) for key, value in state.items()}
 
 
-def _placed(value: Any, param: torch.Tensor) -> Any:
-    """A copy where torch keeps it: numbers on the CPU, what has dimensions beside the parameter."""
+def _placed(value: Any, place: torch.device) -> Any:
+    """A copy where torch keeps it: numbers on the CPU, what has dimensions at the `place` of the parameter."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    return value.to(param.device if value.dim() else value.device, copy=True)
+    return value.to(place if value.dim() else value.device, copy=True)
+
+
+def beside(state: dict[str, Any], values: torch.Tensor) -> dict[str, Any]:
+    """The `state` of a piece with these `values`, of which it has what has dimensions on their device."""
+    strays = {
+        key: value.to(values.device)
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.dim() and value.device != values.device
+    }
+    return {**state, **strays} if strays else state
 
 
 def to_cpu(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Entry", "Path", "by_parameter", "first_few", "groups_for", "nest"]
+__all__ = ["Entry", "Path", "by_parameter", "first_few", "groups_for", "merged_groups", "nest"]
 
 Path = tuple[str | int, ...]  # of keys, from the outermost dictionary to a value; numbers are places in lists
 
@@ -73,7 +73,7 @@ def groups_for(own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]])
     found = []
     for names in own:
         numbers = sorted({place[name] for name in names})
-        chosen = [{key: value for key, value in saved[number].items() if key != "params"} for number in numbers]
+        chosen = [_settings(saved[number]) for number in numbers]
         for other in chosen[1:]:
             if not _same(chosen[0], other):
                 one, two = (next(name for name in names if place[name] == number) for number in numbers[:2])
@@ -83,6 +83,31 @@ def groups_for(own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]])
                 )
         found.append(chosen[0] if chosen else {})
     return found
+
+
+def merged_groups(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The groups of a model of which each of `ranks` has some parameters, in some groups, whose "params" are names.
+
+    A rank's group is part of that of lower ranks with the same hyper-parameters, of its own number if that is one; where
+    there is none, it is one more.
+    """
+    found: list[dict[str, Any]] = []
+    for groups in ranks:
+        known = list(found)
+        for number, group in enumerate(groups):
+            alike = [place for place, each in enumerate(known) if _same(_settings(each), _settings(group))]
+            if alike:
+                home = known[number if number in alike else alike[0]]
+            else:
+                home = {**group, "params": []}
+                found.append(home)
+            names = list(dict.fromkeys((*home["params"], *group["params"])))
+            home.update({key: names for key in ("params", "param_names") if key in home})
+    return found
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _same(one: Any, other: Any) -> bool:

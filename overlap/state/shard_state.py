@@ -11,7 +11,7 @@ import torch
 from overlap.core.bucket import Bucket
 from overlap.core.shards import ShardUpdate
 from overlap.state.held import held, put_master
-from overlap.state.pieces import PARAMETER, PieceState, part_of, to_cpu
+from overlap.state.pieces import PARAMETER, PieceState, beside, part_of, to_cpu
 from overlap.state.reshard import move_state
 from overlap.state.share import OUTLINE, StateShare, Which
 from overlap.transport.communicator import Communicator
@@ -46,7 +46,8 @@ class ShardState:
             shards.state.pop(one.proxy, None)
             if one.slot.param in full:
                 state = full[one.slot.param]
-                shards.state[one.proxy] = part_of(state, one.slot.like, one.start, one.stop, whole=shards.whole)
+                mine = part_of(state, one.slot.like, one.start, one.stop, whole=shards.whole)
+                shards.state[one.proxy] = beside(mine, one.proxy)
         for slot in bucket.slots:
             full.pop(slot.param, None)
         if bucket.master is not None:

@@ -52,7 +52,7 @@ class StateShare:
     def serve(self, topic: str, export: Callable[[Which], PieceState]) -> None:
         """From now on answer the other ranks' questions about `topic` by what `export` gives."""
         self._topic, self._export = topic, export
-        self._peer_queries.on(topic, self._answer)
+        self._peer_queries.on(topic, self._answer, waits=True)
 
     def take_over(self) -> None:
         """Give the pieces what scripts have written."""

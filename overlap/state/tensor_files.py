@@ -7,6 +7,7 @@ bytes begin and end behind the header), and the bytes, row by row, without gaps.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 import struct
@@ -17,13 +18,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["INDEX", "Described", "Place", "find", "index_of", "plan_files", "read_range", "remove_others", "write"]
+from overlap.job.memory.pages import storage_in
+
+__all__ = [
+    "INDEX",
+    "Described",
+    "Place",
+    "find",
+    "index_of",
+    "map_tensor",
+    "plan_files",
+    "read_range",
+    "remove_others",
+    "write",
+]
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
 _SHARDED = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _LENGTH = struct.Struct("<Q")
 _MOST = 100 * 2**20  # bytes of a header; safetensors refuses longer ones
+_ALIGNMENT = 64  # bytes of what follows the header, for those that map the file
 _SEGMENT = 32 * 2**20  # bytes that are in memory at a time
 
 _NAMES = {
@@ -62,6 +77,10 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     start: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 # - Writing
@@ -110,7 +129,7 @@ def write(
         start, end = end, end + one.nbytes
         header[name] = {"dtype": _NAMES[one.dtype], "shape": list(one.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT)
     with path.open("wb") as file:
         file.write(_LENGTH.pack(len(text)) + text)
         for name in order:
@@ -182,3 +201,18 @@ def read_range(place: Place, start: int, stop: int, into: torch.Tensor) -> None:
             if file.readinto(memory) != len(memory):
                 raise ValueError(f"{place.file} ends before its last tensor does")
             into[at - start : at - start + count].copy_(torch.frombuffer(memory, dtype=place.dtype))
+
+
+def map_tensor(place: Place, files: dict[Path, mmap.mmap]) -> torch.UntypedStorage | None:
+    """The bytes of a tensor in pages of its file: read by the kernel once on each host, and copied by who writes to them.
+
+    The file is never written to. It must not be changed, and may be removed. None where there are no elements, they are
+    not aligned to their size, or the file ends before they do. `files` has those that are mapped already.
+    """
+    there = 0 < place.nbytes <= place.file.stat().st_size - place.start
+    if place.start % place.dtype.itemsize or not there:
+        return None
+    if place.file not in files:
+        with place.file.open("rb") as file:
+            files[place.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return storage_in(files[place.file], place.start, place.nbytes)

@@ -15,8 +15,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from overlap.core.bucket import Slot
+from overlap.core.buckets.freed import FreedBucket
 from overlap.core.engine import Engine
-from overlap.core.freed import FreedBucket
 from overlap.core.gates.gates import Ours
 from overlap.state.dtensors import TakesDTensors, before_loading
 from overlap.state.pieces import PARAMETER, assemble
@@ -106,7 +106,7 @@ class WholeParameters:
         assert engine is not None
         if not engine.unsharder.stale or module in self._met:
             engine.closing.meet("model.load_state_dict()")
-            engine.unsharder.stale = True
+            engine.unsharder.values_change()
             self._met.clear()
         self._met.add(module)
 
@@ -118,6 +118,7 @@ class WholeParameters:
             for one in engine.sharded.pieces_of(slot.bucket):
                 if one.slot is slot:
                     one.elements.copy_(to_flat(values, slot.like)[one.start : one.stop])
+            engine.sharded.wrote()
 
 
 class _Saved(Ours):

@@ -3,6 +3,8 @@
 forward    │ begins with the outermost module's call, ends with it; modules within it are spans of their own
 backward   │ begins when the gradient of that module's output arrives, ends when autograd is through
 step       │ from the first to the last step hook of an optimizer
+
+Forward and backward of a micro-batch have its number: "forward 3".
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,10 +21,24 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Phases"]
+__all__ = ["Phases", "micro_batch"]
 
 #: Takes (name, category, started, ended) of something on the calling thread.
 PhaseSpan = Callable[[str, str, float, float], None]
+
+
+_micro_batch = ""  # that the stage of a pipeline works on, in this process
+
+
+@contextmanager
+def micro_batch(number: int) -> Iterator[None]:
+    """A context in which phases are those of this micro-batch of a pipeline."""
+    global _micro_batch
+    before, _micro_batch = _micro_batch, f" {number}"
+    try:
+        yield
+    finally:
+        _micro_batch = before
 
 
 class Phases:
@@ -66,7 +83,7 @@ class Phases:
         if stack:
             self._span(self._name(stack[0][0], module), "module", started, time.monotonic())
             return
-        self._span("forward", "phase", started, time.monotonic())
+        self._span(f"forward{_micro_batch}", "phase", started, time.monotonic())
         for value in tree_leaves(output):
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 value.register_hook(self._backward_begins)
@@ -86,7 +103,7 @@ class Phases:
 
     def _backward_ends(self) -> None:
         if self._backward_since is not None:
-            self._span("backward", "phase", self._backward_since, time.monotonic())
+            self._span(f"backward{_micro_batch}", "phase", self._backward_since, time.monotonic())
             self._backward_since = None
 
     # - Step

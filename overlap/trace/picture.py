@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ __all__ = ["Bar", "Row", "draw", "draw_rows", "rows_of"]
 _COLOURS = {
     "forward": "#9ecae1",
     "backward": "#4292c6",
+    "recompute": "#9e9ac8",
     "step": "#6a51a3",
     "wait": "#d7301f",
     "reduce_scatter": "#fd8d3c",
@@ -27,7 +29,8 @@ _COLOURS = {
 }
 _OTHER = "#969696"
 _MARGIN = 0.1  # of the shown time: what goes on after the last step is shown this long
-_LABEL_SHARE = 0.028  # of the picture's width: narrower bars carry no label
+_SHOWN = 0.01  # of the bytes of the communicator that carried most: what carried less has no row
+_CHARACTER = 0.0055  # of the picture's width: a label is on bars that are as wide as it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ def _window(events: Sequence[Event], steps: int, skip: int, rank: int) -> tuple[
 
 
 def rows_of(by_rank: dict[int, list[Event]], steps: int, skip: int) -> list[Row]:
-    """The rows to draw for each rank: phases, waits, and one for every communicator that was used (pure).
+    """The rows to draw for each rank: phases, waits, and one for every communicator, but those of small messages (pure).
 
     Times count from the first rank's end of the step before; bars that reach beyond the last step are cut a little later.
     """
@@ -93,7 +96,11 @@ def rows_of(by_rank: dict[int, list[Event]], steps: int, skip: int) -> list[Row]
         rows.append(Row(f"rank {rank}: compute", bars([event for event in main if event["cat"] == "phase"])))
         rows.append(Row("waits", bars([event for event in main if event["cat"] == "wait"])))
         wire = [event for event in spans if "bytes" in event.get("args", {})]
-        for name in dict.fromkeys(event["args"]["communicator"] for event in wire):
+        carried = Counter[str]()
+        for event in wire:
+            carried[event["args"]["communicator"]] += event["args"]["bytes"]
+        most = max(carried.values(), default=0)
+        for name in (each for each, nbytes in carried.items() if nbytes >= _SHOWN * most):
             found = bars(_in_turn([event for event in wire if event["args"]["communicator"] == name]))
             if found:
                 rows.append(Row(f"communication ({name})", found))
@@ -112,12 +119,14 @@ def _in_turn(events: list[Event]) -> list[Event]:
 
 
 def _kind(event: Event) -> str:
-    return event["name"] if event["cat"] == "phase" else event["cat"]
+    return event["name"].split()[0] if event["cat"] == "phase" else event["cat"]
 
 
 def _label(event: Event) -> str:
     short = {"reduce_scatter": "RS", "all_gather": "AG", "all_reduce": "AR", "wait": "wait"}
     words = event["name"].split()
+    if event["cat"] == "phase" and len(words) > 1:  # of a micro-batch: "forward 3"
+        return f"{words[0][0].upper()}{words[1]}"
     return " ".join(short.get(word, word) for word in words)
 
 
@@ -156,7 +165,7 @@ def _draw_bar(axes: Any, index: int, bar: Bar, end: float) -> None:
     colour = _COLOURS.get(bar.kind, _OTHER)
     axes.barh(index, bar.length, left=bar.start, height=0.8, color=colour, edgecolor="white", linewidth=0.4)
     begin, length = max(bar.start, 0.0), min(bar.start + bar.length, end) - max(bar.start, 0.0)
-    if length > _LABEL_SHARE * end:
+    if length > _CHARACTER * len(bar.label) * end:
         axes.text(begin + length / 2, index, bar.label, ha="center", va="center", fontsize=7, clip_on=True)
 
 

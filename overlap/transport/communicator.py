@@ -26,8 +26,8 @@ from overlap.transport.work import Line, ProfiledWork, Work
 #: Issues one more operation with the arguments it was made for.
 Start = Callable[[], Work]
 
-#: What is pending now and then and is no operation among the ranks.
-UNCOUNTED = ("post", "close", "connect")
+#: What is pending now and then and is no operation among all ranks.
+UNCOUNTED = ("post", "part", "send", "recv", "close", "connect")
 
 
 class Communicator(ABC):
@@ -59,6 +59,9 @@ class Communicator(ABC):
 
     #: Whether operations take `wide`: see `overlap.transport.operation.Wide`.
     rounds: ClassVar[bool] = True
+
+    #: Whether the host waits where a result is to `arrive()`; else a stream of a device does, and the host goes on.
+    host_waits: bool = True
 
     #: Where the tensors lie that it is there for.
     place: torch.device = torch.device("cpu")

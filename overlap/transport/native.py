@@ -16,7 +16,7 @@ import torch
 
 import comm_core
 from comm_core import Buffer
-from overlap.transport.checks import DTYPES, checked
+from overlap.transport.checks import DTYPES, checked, wire_form
 from overlap.transport.communicator import Communicator, Start, Work
 from overlap.transport.operation import NOTHING, REDUCTIONS, Collective, Operation
 
@@ -59,6 +59,13 @@ class NativeCommunicator(Communicator):
         part = self._core.split(color, key)
         return None if part is None else NativeCommunicator(part)
 
+    def part(self, ranks: Sequence[int], name: str) -> NativeCommunicator:
+        """A communicator of these `ranks`, in this order; no rank waits for another. On every one of them, and on no other.
+
+        All give the same `name`, which no other part of this communicator has. Over TCP; else ``Unsupported``.
+        """
+        return NativeCommunicator(self._core.part(list(ranks), name))
+
     def two_level(self, groups: Sequence[Sequence[int]]) -> NativeCommunicator:
         self.issued += 1
         return NativeCommunicator(self._core.two_level(groups))
@@ -66,6 +73,17 @@ class NativeCommunicator(Communicator):
     def hybrid(self, groups: Sequence[Sequence[int]]) -> NativeCommunicator:
         self.issued += 1
         return NativeCommunicator(self._core.hybrid(groups))
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
+        """Send the contiguous `tensor` to `peer`, which receives it with the same `tag`, from 0 to 1023.
+
+        Messages of one sender, receiver and tag keep their order. They hold up nothing else, and nothing holds them up.
+        """
+        return self._core.send_async(_buffer(wire_form("send", "tensor", tensor), True), peer, tag, label=label)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0, *, label: str = "") -> Work:
+        """Receive into the contiguous `tensor` what `peer` sends with this `tag`: see :meth:`send`."""
+        return self._core.recv_async(_buffer(wire_form("recv", "tensor", tensor), False), peer, tag, label=label)
 
     def post(self, peer: int, payload: bytes) -> Work:
         return self._core.post(peer, payload)

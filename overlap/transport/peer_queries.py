@@ -40,7 +40,8 @@ class PeerQueries:
         self._handlers: dict[str, Callable[[int, Any], Any]] = {}
         self._early: dict[str, list[tuple[int, bytes]]] = {}  # letters whose handler is not there yet
         self._over: set[str] = set()  # topics that had one
-        self._lock = threading.Lock()  # these three
+        self._patient: set[str] = set()  # topics whose handlers wait
+        self._lock = threading.Lock()  # these four
         self._answers: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
         self._interrupted = ""  # why nobody answers any more
@@ -50,13 +51,16 @@ class PeerQueries:
             self._thread = threading.Thread(target=self._run, name="dear-queries", daemon=True)
             self._thread.start()
 
-    def on(self, topic: str, handler: Callable[[int, Any], Any]) -> None:
+    def on(self, topic: str, handler: Callable[[int, Any], Any], *, waits: bool = False) -> None:
         """Answer questions on `topic` with ``handler(asking rank, question)``; an exception travels back as text.
 
-        What came earlier is answered now: a rank that is ahead may ask before this one can answer.
+        What came earlier is answered now: a rank that is ahead may ask before this one can answer. A handler that `waits`,
+        for what the script does, gets a thread for each question: what it waits for may hang on later letters.
         """
         with self._lock:
             self._handlers[topic] = handler
+            if waits:
+                self._patient.add(topic)
             early = topic in self._early
         if early:
             self._wake(topic)
@@ -138,6 +142,21 @@ class PeerQueries:
             self._open(*letter)
         if kind == "wake":
             return
+        if handler is not None and topic in self._patient:
+            answering = (sender, kind, number, topic, handler, content)
+            threading.Thread(target=self._answer_patiently, args=answering, name="dear-answer", daemon=True).start()
+        else:
+            self._answer(sender, kind, number, topic, handler, content)
+
+    def _answer_patiently(self, sender: int, *question: Any) -> None:
+        try:
+            self._answer(sender, *question)
+        except Exception as error:  # connections have ended meanwhile: nobody waits for it
+            log.debug("rank %d: no answer to rank %d: %s", self._comm.rank, sender, error)
+
+    def _answer(
+        self, sender: int, kind: str, number: int, topic: str, handler: Callable[[int, Any], Any] | None, content: bytes
+    ) -> None:
         try:
             asked = decode(content)
             if handler is None:

@@ -17,6 +17,7 @@ import benchmarks
 from bench.sweep.failures import Failure, Failures, reason_in
 from bench.sweep.journal import Journal, Occupied, alone
 from bench.sweep.runner import run_all
+from bench.train.cores import look
 from bench.train.origin import Origin, today
 from bench.train.settings import Settings
 from tests.bench.test_sweep import result_of
@@ -39,8 +40,10 @@ class Bench:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.broken, self.tried = folder, set[str](), list[str]()
+        self.others = 0.02  # the share of cores that others use
         (folder / "table.toml").write_text(TABLE)
         monkeypatch.setattr(benchmarks, "run_all", partial(run_all, attempt=self._attempt))
+        monkeypatch.setattr(benchmarks, "look", self._look)
         monkeypatch.setattr(benchmarks, "draw", lambda _groups, _folder: [])  # tests/bench/test_sweep.py has pictures
         self._patch = monkeypatch
 
@@ -49,6 +52,9 @@ class Bench:
         if run.method in self.broken:
             return None, WORDS, True
         return result_of(run, 1.0, origin=today().to_dict()), "", False
+
+    def _look(self, *, allowed: bool) -> float | None:
+        return look(allowed=allowed, share=lambda: self.others)
 
     def __call__(self, *flags: str) -> int:
         self.tried.clear()
@@ -192,3 +198,60 @@ def test_failures_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
     assert [one.reason for one in Failures(path).of(runs, journal)] == ["first", "second"]
     Failures(path).succeeded(runs[0])
     assert [one.tries for one in Failures(path).of(runs, journal)] == [0, 1]
+
+
+def test_a_search_goes_on_by_itself_and_when_it_is_started_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = TABLE.replace('"ddp"]', '"ddp:bucket_mb={..,1,4}"]').replace("[2, 4]", "[2]")
+    text += '[[bars]]\nmethod = "dear"\nof = "ddp"\nat_most = 2\n'
+    (bench.folder / "table.toml").write_text(text)
+    seconds = {"ddp:bucket_mb=1": 0.9, "ddp:bucket_mb=0.5": 0.8}
+
+    def attempt(run: Settings, log: Path) -> tuple[dict[str, Any] | None, str, bool]:
+        bench.tried.append(run.method)
+        if run.method in bench.broken:
+            return None, WORDS, True
+        return result_of(run, seconds.get(run.method, 1.0), origin=today().to_dict()), "", False
+
+    monkeypatch.setattr(benchmarks, "run_all", partial(run_all, attempt=attempt))
+    bench.broken = {"ddp:bucket_mb=0.25"}
+    assert bench("--check-bars") == 1
+    planned = ["none", "dear", "ddp:bucket_mb=1", "ddp:bucket_mb=4"]
+    assert bench.tried == [*planned, "ddp:bucket_mb=0.5", "ddp:bucket_mb=0.25", "ddp:bucket_mb=0.25"]
+    assert "no result of ddp:bucket_mb=0.25" in bench.report
+    bench.broken = set()
+    assert bench("--check-bars") == 0
+    assert bench.tried == ["ddp:bucket_mb=0.25"]
+    assert "dear 1.25 x ddp:bucket_mb=0.5" in bench.report
+    assert bench("--report", "--check-bars") == 0
+    assert len(json.loads((bench.folder / "reports.json").read_text())["runs"]) == 6
+    assert bench("--fresh") == 0
+    assert len(bench.tried) == 6
+
+
+def test_a_busy_machine_is_refused_or_marked(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.others = 0.6
+    assert bench("--only", "workers=2") == 2
+    assert bench.tried == []
+    error = capsys.readouterr().err
+    assert "other processes keep 60% of this machine's" in error
+    assert "takes less than 10%" in error
+    assert "--busy" in error
+    assert "goes on with what is left" in error
+    assert bench("--only", "workers=2", "--busy") == 0
+    bench.others = 0.02
+    assert bench() == 0
+    assert sorted(bench.tried) == ["ddp@4", "dear@4", "none@4"]
+    runs = json.loads((bench.folder / "reports.json").read_text())["runs"]
+    assert sorted((run["settings"]["workers"], run["busy_before"]) for run in runs) == [(2, 0.6)] * 3 + [(4, 0.02)] * 3
+    assert bench.report.count("| dear† |") == bench.report.count("| dear |") == 1
+    assert "† on a machine that others used when a run began." in bench.report
+
+
+def test_runs_are_repeated_in_turn_there_and_back(bench: Bench) -> None:
+    assert bench("--only", "workers=2", "--repeats", "3") == 0
+    there = ["none@2", "dear@2", "ddp@2"]
+    assert bench.tried == [*there, *reversed(there), *there]
+    assert bench("--only", "workers=2", "--repeats", "6") == 0
+    assert bench.tried == [*reversed(there), *there, *reversed(there)]
+    row = next(line for line in bench.report.splitlines() if line.startswith("| dear |"))
+    assert " | 1.00 (1.00 – 1.00), a tie | 6 | " in row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from bench.claims.__main__ import pages
 from bench.claims.headline import compared, draw
 from bench.claims.pages import MEASURED, problems, unsourced, written
 from bench.claims.views import RESULTS, VIEWS, render
+from bench.collectives.levels import LevelRow
 from bench.sweep.summary import group
 from bench.train.settings import Settings
 from tests.bench.test_sweep import result_of
@@ -47,9 +49,10 @@ def test_any_changed_digit_of_a_page_is_found(page: str) -> None:
 
     assert list(problems(text, view)) == []
     for source, said in given.items():
-        places = [place for place, letter in enumerate(said) if letter.isdigit()]
+        places = [place for place, letter in enumerate(said) if letter.isdigit()] or [0]  # or a number in words
         for place in {places[0], places[-1]}:
-            other = f"{said[:place]}{(int(said[place]) + 1) % 10}{said[place + 1 :]}"
+            letter = str((int(said[place]) + 1) % 10) if said[place].isdigit() else "x"
+            other = f"{said[:place]}{letter}{said[place + 1 :]}"
             changed = text.replace(f"<!-- results: {source} -->{said}", f"<!-- results: {source} -->{other}", 1)
             assert len(list(problems(changed, view))) == 1
 
@@ -84,6 +87,8 @@ def test_what_is_wrong_with_a_source_is_told(text: str, told: str) -> None:
          ["0.81", "1.28 ×", "3 %", "12 ms", "600 MB", "3 times"]),
         ("| a | 497 | 12 hosts |", ["497", "12"]),
         ("× 3 of it", ["× 3"]),
+        ("Twice as long, a\nthird of it, in five of these; a third one came; half; three times. `a third`",
+         ["Twice", "a third", "five of these", "a third", "half", "three times"]),
         (SENTENCE + TABLE, []),
         ("Two hosts with 1 Gbit/s and 25 M parameters, torch 2.13.0, 8 GPUs, ResNet-50, `threshold_mb=4.5`.", []),
         ("At most ≤ 1.08; [0.5](a-0.5.md)\n\n    python -m x 0.5\n\n```\n0.5 s\n```\n", ["0.5"]),
@@ -118,15 +123,16 @@ def _results(folder: Path) -> Path:
     (folder / "a").mkdir()
     found = result_of(Settings(method="dear:tune=True", workers=8, **base), 1.0, goodput=1e8)
     runs.append({**found, "warmup_steps": 40})
-    verdicts = [{"met": met, "text": ""} for met in (True, True, False, None)]
+    verdicts = [{"met": met, "text": "too slow"} for met in (True, True, False, None)]
     (folder / "a" / "reports.json").write_text(json.dumps({"runs": runs, "bars": verdicts}))
     planned = {"none": 0.8, "dear": 1.0, "dear:threshold_mb=1": 1.2, "dear:threshold_mb=2,eager=True": 1.1, "ddp": 1.5}
     two = [result_of(Settings(method=name, workers=2, **base), took, goodput=1e8) for name, took in planned.items()]
     (folder / "b").mkdir()
     (folder / "b" / "reports.json").write_text(json.dumps({"runs": two, "bars": []}))
+    _repeated(folder, base)
     (folder / "steps").mkdir()
     courses = [{"method": name, "seconds": [2.0, took]} for name, took in (("dear", 1.0), ("ddp", 3.4))]
-    (folder / "steps" / "first.json").write_text(json.dumps({"courses": courses}))
+    (folder / "steps" / "first.json").write_text(json.dumps({"courses": courses, "origin": {"commit": "0a"}}))
     (folder / "collectives").mkdir()
     row = {"operation": "all_gather", "bytes": 2**20, "n": 9, "ms": 4.0, "low_ms": 3.9, "high_ms": 4.2}
     row |= {"to_wire": 0.9, "to_gloo": None, "cpu_to_gloo": 0.5, "cores_busy": 0.25}
@@ -140,6 +146,18 @@ def _results(folder: Path) -> Path:
             for name, (commit, end) in methods.items()
         }
         (folder / "accuracy" / f"{task}.json").write_text(json.dumps(curves))
+    for task, last in (("bits", "3f800000"), ("bit", "3f800002")):
+        ranks = [{"loss": "3f800000", "parameters": "ab"}]
+        methods = {
+            "dear": (1.0, ranks * 2),
+            "ddp": (1.0 + (task == "bit") * 2**-23, [*ranks, {**ranks[0], "loss": last}]),
+        }
+        curves = {
+            name: {**run, "origin": {"commit": "abc"}, "runs": [{**run, "seed": 1, "ranks": kept}]}
+            for name, (loss, kept) in methods.items()
+            for run in [{"loss": [loss], "seconds": [1.0]}]
+        }
+        (folder / "accuracy" / f"{task}.json").write_text(json.dumps(curves))
     seeds = [
         {"loss": [3.0, 2.0], "seconds": [1.0, end], "held_out": {"loss": end, "accuracy": 0.5}} for end in (3.0, 5.0)
     ]
@@ -151,42 +169,139 @@ def _results(folder: Path) -> Path:
     small = {**row, "bytes": 2**10}
     (folder / "collectives" / "two.json").write_text(json.dumps({**about, "rows": [small, row]}))
     ring = {**row, "operation": "reduce_scatter", "to_wire": 1.25, "cores_busy": 0.5}
-    (folder / "collectives" / "rings.json").write_text(json.dumps({**about, "rows": [small, row, ring]}))
+    same = {"bytes": 2**16, "to_plain": 2.5, "plain_ms": 2.0, "bus_mb_per_s": 31.25}  # messages of plain TCP
+    rows = [small, row, ring, {**row, **same}, {**ring, **same}]
+    (folder / "collectives" / "rings.json").write_text(json.dumps({**about, "rows": rows}))
+    level = LevelRow("all_gather", 2**20, 9, 4.0, 3.9, 4.25, 6.0, 4.1, 0.66, 0.53, 0.79, 0.53)
+    several = {**about, "ranks_per_host": 2, "rows": [asdict(level)]}
+    (folder / "collectives" / "levels.json").write_text(json.dumps(several))
+    (folder / "osdp").mkdir()
+    of = {name: experiment_of(mode) for name, mode in (("a", "none"), ("b", "group_sharding"))}
+    of["b"] |= {"peak_bytes": 2**30, "losses": [2.0, 1.5003]}
+    told = {"network": "1gbit", "origin": {"commit": "abc-dirty.1"}, "runs": list(of.values())}
+    (folder / "osdp" / "bert.json").write_text(json.dumps(told))
+    alone = {"hosts": 1, "limit_bytes": 2**31, "sent_bytes": None}
+    told |= {"origin": {"commit": "abc"}, "runs": [of["a"] | alone]}
+    (folder / "osdp" / "gpt2.json").write_text(json.dumps(told))
+    told_of = {"0a": {"date": "2026-11-20", "number": 70}, "0b": {"date": "2026-11-29", "number": 100}}
+    (folder / "ages.json").write_text(json.dumps({"as_of": {"commit": "0b", **told_of["0b"]}, "commits": told_of}))
     return folder
+
+
+def _repeated(folder: Path, base: dict[str, Any]) -> None:
+    """Sweeps r, of six runs of each method that fall behind each other, and c, in whose five places dear loses in three."""
+    steps = {
+        "none": [0.8] * 6,
+        "dear": [0.76, 0.78, 0.8, 0.8, 0.82, 0.83],
+        "ddp": [1.0] * 6,
+        "wfbp": [0.8] * 6,
+        "mgwfbp": [0.8, 1.0],
+    }
+    runs = [
+        result_of(Settings(method=name, workers=2, repeat=number, **base), seconds, cores_busy=0.25, busy_before=busy)
+        for name, several in steps.items()
+        for number, seconds in enumerate(several)
+        for busy in [0.4 if (name, number) == ("mgwfbp", 1) else 0.01]
+    ]
+    places = {2: 1.0, 3: 1.004, 4: 1.014, 5: 1.03, 6: 0.9}
+    lost = [
+        result_of(Settings(method=name, workers=workers, **base), seconds)
+        for workers, dear in places.items()
+        for name, seconds in (("dear", dear), ("ddp", 1.0))
+    ]
+    for name, results in (("r", runs), ("c", lost)):
+        (folder / name).mkdir()
+        (folder / name / "reports.json").write_text(json.dumps({"runs": results, "bars": []}))
+
+
+def experiment_of(mode: str) -> dict[str, Any]:
+    """Figures as examples/osdp writes them."""
+    about = {"model": "2 layers of 8", "parameters": 10**7, "ranks": 4, "hosts": 2, "samples": 4, "words": 8}
+    measured = {"step_seconds": [0.5, 0.75, 0.75], "peak_bytes": 2**29, "limit_bytes": None, "sent_bytes": 4.1e7}
+    return {"mode": mode, **about, **measured, "losses": [2.0, 1.5, 1.25]}
 
 
 @pytest.mark.parametrize(
     ("source", "given"),
     [
-        ("ratio a dear ddp workers=2", "0.73"),
-        ("ratio a dear L", "1.10 – 1.38"),
-        ("exactly a dear:threshold_mb=1 ddp workers=2", "0.80"),
-        ("exactly a dear:threshold_mb=1 L workers=2", "1.20"),
-        ("across a dear ddp workers=2 launcher=None beside=None", "0.73"),
-        ("between a dear ddp workers=2", "0.70 – 0.77"),
+        ("ratio a dear ddp workers=2", "0.73 (n = 1)"),
+        ("ratio a dear L", "1.10 – 1.38 (2 places, n = 1 each)"),
+        ("exactly a dear:threshold_mb=1 ddp workers=2", "0.80 (n = 1)"),
+        ("exactly a dear:threshold_mb=1 L workers=2", "1.20 (n = 1)"),
+        ("across a dear ddp workers=2 launcher=None beside=None", "0.73 (n = 1)"),
+        ("between a dear ddp workers=2", "0.70 – 0.77 (3 steps, n = 1)"),
+        ("ratio r dear ddp", "0.80 (0.76 – 0.83, n = 6)"),
+        ("ratio r dear wfbp", "1.00 (0.95 – 1.04, n = 6, a tie)"),
+        ("ratio r dear L", "1.00 (0.95 – 1.04, n = 6, a tie)"),
+        (
+            "against r dear wfbp",
+            " `dear` | 0.800 | 1.00 (0.95 – 1.04), a tie | `wfbp` | 0.800 | 1.00 (1.00 – 1.00), a tie |",
+        ),
+        ("against r dear wfbp", "| 1.00 (0.95 – 1.04), a tie | 6 |"),
+        ("methods r", "| `mgwfbp`† | 0.900 | 0.820 – 0.975 | 6 | 1.12 | 2 |\n"),
+        ("methods r", "\n\n† on a machine that others used when a run began."),
+        ("behind b", "0 of 1"),
+        ("behind c", "3 of 5"),
+        ("behind c within=0.01", "2"),
+        ("peak_ratio r dear ddp", "1.00 (n = 6)"),
+        ("proportion a wire compute workers=2", "1.25"),
+        ("in_words proportion a compute wire workers=2", "three quarters"),
+        ("in_words ratio r dear ddp", "three quarters"),
+        ("first_steps good dear ddp first=2", "1.00"),
+        ("all_bars", "| `a` | 2 | 1 | 1 |\n"),
+        ("all_bars", "| **all** | "),
+        ("all_bars", "\n* `a`: too slow"),
+        ("all_bars", "\n* `collectives/rings`: reduce_scatter 1024 KB: time over wire time 1.25, bar 1.08"),
+        ("sources", "| `steps/first.json` | 0a | 2026-11-20 | 30 | 9 |\n"),
+        ("sources", "| `collectives/two.json` |  | unknown | unknown | unknown |\n"),
+        ("sources", "| `learned.json` | abc, d | unknown | unknown | unknown |\n"),
+        ("sources", "\n\nCounted from commit 0b."),
         ("peak a dear", "1024"),
         ("bars a", "2 met, 1 missed, 1 not judged"),
-        ("methods a workers=2", "| `dear:threshold_mb=2` | 1.100 | 1.045 – 1.155 | 3 | 1.10 |\n| `ddp` | 1.500 |"),
+        ("methods a workers=2", "| `dear:threshold_mb=2` | 1.100 | 1.045 – 1.155 | 3 | 1.10 | 1 |\n| `ddp` | 1.500 |"),
         ("methods a all workers=2", "| `dear:threshold_mb=1` | 1.200 |"),
         ("against a dear ddp", "| mlp@even:800 | 4 | 0.94 | `dear:threshold_mb=2` | 2.200 | 1.38 | `ddp`\\* | 3.000 |"),
         ("pivot a show=ms columns=none;dear;ddp", "| mlp@even:800 | 2 | 1.25 | 800 | 1100 | 1500 | `dear` |\n"),
         ("pivot a show=ms columns=ddp", "| 3000\\* | `ddp` |\n\n\\* with changes that were not committed."),
         (
             "as_it_comes b a",
-            "| mlp@even:800 | 2 | 1gbit | 1.25 | 1.000 | 1.00 | `dear:threshold_mb=2,eager=True` | 0.91 | `ddp` | 0.67 |",
+            "| 2 | 1gbit | 1.25 | 1.000 | 1.00 | `dear:threshold_mb=2,eager=True` | 0.91 | `ddp` | 0.67 | 1 |",
         ),
         ("steps first ddp", "5"),
         ("search a", "`dear:tune=True` 40"),
-        ("curve good dear ddp", "0.67"),
-        ("curves good", "| `dear` | 2.0 | 1.00 |\n| `ddp:bucket_mb=1` | 3.0 | 0.67 |\n| `ddp` | 4.0 | 0.50 |"),
+        ("curve good dear ddp", "0.67 (n = 1)"),
+        (
+            "curves good",
+            "| `dear` | 2.0 | 1.00 | 1 |\n| `ddp:bucket_mb=1` | 3.0 | 0.67 | 1 |\n| `ddp` | 4.0 | 0.50 | 1 |",
+        ),
+        ("curves good", "Losses (on rank 0) at the same step are the same to the digits that were kept."),
+        (
+            "curves bits",
+            "Losses of all ranks at the same step, and parameters at the end, are the same in all bits.",
+        ),
+        ("curves bit", "Losses (mean over 2 ranks) at the same step are at most 1.2e-07 apart."),
         (
             "learned learned",
-            "| `dear` | 4.0000 ± 1.4142 | 50.0 ± 0.0 | +0.0% |\n| `co2`\\* | 5.0000 | 50.0 | +25.0% |",
+            "| `dear` | 4.0000 ± 1.4142 | 50.0 ± 0.0 | +0.0% | 2 |\n| `co2`\\* | 5.0000 | 50.0 | +25.0% | 1 |",
         ),
-        ("seconds_to learned", "| `dear` | 4.0 ± 1.4 | 1.0 ± 0.0 | 4.0 ± 1.4 | 2 | 4.0 ± 1.4 |"),
-        ("speed a workers=2", "| `dear:threshold_mb=2` | 1.10 s, 73% |\n"),
-        ("collectives two", "| all_gather | 1 MB | 9 | 4.00 | 3.90 – 4.20 | 0.90 |  | 0.50 |"),
-        ("rings rings", "| 1gbit | 1 | 0.96 | 0.80 | 1.11 | 50% |"),
+        ("seconds_to learned", "| `dear` | 4.0 ± 1.4 | 1.0 ± 0.0 | 4.0 ± 1.4 | 2 | 4.0 ± 1.4 | 2 |"),
+        ("speed a workers=2", "| `dear:threshold_mb=2` | 1.10 s, 73% | 1 |\n"),
+        ("collectives two", "| all_gather | 1 MB | 9 | 4.00 | 3.90 – 4.20 |  | 0.90 |  | 0.50 |"),
+        (
+            "rings rings",
+            "| 1gbit | 1 | 64 KB | 0.5 | 0.40 | 0.40 | 9 | 50% |\n| 1gbit | 1 | 1 MB | 0.96 | 0.80 | 1.11 | 9 | 50% |",
+        ),
+        ("levels levels", "2 hosts with 2 ranks each, 1gbit, mpi, goodput 960 Mbit/s:"),
+        ("levels levels", "| all_gather | 1 MB | 9 | 4.0 | 3.9 – 4.2 | 6.0 | 0.66 | 0.5 | 0.8 | 0.5 |"),
+        ("experiment bert", "| none\\* | 6 | 0.750 | 3 | 0.500 | 41 | 1.500000 |"),
+        ("experiment bert", "| group_sharding\\* | 6 | 0.750 | 3 | 1.000 | 41 | 1.500300 |\n\n\\* with changes"),
+        (
+            "experiment bert",
+            "2 hosts with 2 ranks each, 1gbit. Losses of the same step differ by 2e-04 of their values",
+        ),
+        ("experiment gpt2", "| of the limit | loss at the end |"),
+        ("experiment gpt2", "| none | 6 | 0.750 | 3 | 0.500 | 25.0 % | 1.250000 |"),
+        ("experiment gpt2", "8; 4 ranks on one machine. Losses of the same step are equal in every digit."),
     ],
 )
 def test_views(source: str, given: str, tmp_path: Path) -> None:
@@ -201,10 +316,13 @@ def test_views(source: str, given: str, tmp_path: Path) -> None:
         ("methods a", "3 groups of runs are meant, not one: mlp@even:800"),
         ("methods a workers=16", r"a has no runs with {'workers': '16'}"),
         ("methods a hosts=8", "names hosts; runs are told apart by model, "),
-        ("methods c", "No such file"),
+        ("methods d", "No such file"),
         ("curve mixed dear ddp", "its curves are of abc, def, not of one commit"),
         ("curves dirty", "its curves are of abc-dirty.1f, not of one commit"),
         ("pivot a show=ms", "columns= is missing"),
+        ("in_words ratio a dear horovod", "there are no such runs"),
+        ("in_words bars c", "0.00 has no words"),
+        ("ratio r mgwfbp ddp", "or that began on a busy machine"),
         ("methodes a", "should begin with one of about, methods"),
     ],
 )
@@ -225,5 +343,5 @@ def test_the_headline_has_a_line_for_all_that_dear_and_ddp_trained(tmp_path: Pat
 
 
 def test_every_view_says_how_it_is_asked() -> None:
-    assert all((view.__doc__ or "").startswith(f"{name} ") for name, view in VIEWS.items())
+    assert all((view.__doc__ or "").startswith((f"{name} ", f"{name}:")) for name, view in VIEWS.items())
     assert (RESULTS / "default-sweep" / "reports.json").exists()

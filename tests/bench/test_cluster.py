@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,26 @@ def test_links_are_shaped_and_hosts_disappear() -> None:
             cluster.run_torch(["-c", dies], timeout=30)
         assert time.monotonic() - begun < 20
     assert not set(mine) & set(_namespaces())
+
+
+@pytest.mark.needs_root
+@pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
+def test_ranks_of_a_host_have_its_name_and_consecutive_numbers(launcher: str, tmp_path: Path) -> None:
+    rank = "'RANK'" if launcher == "torchrun" else "'OMPI_COMM_WORLD_RANK'"
+    local = "'LOCAL_RANK'" if launcher == "torchrun" else "'OMPI_COMM_WORLD_LOCAL_RANK'"
+    tells = (
+        "import os, pathlib, socket, sys\n"
+        f"text = socket.gethostname()[-1] + os.environ[{local}]\n"
+        f"pathlib.Path({str(tmp_path)!r}, os.environ[{rank}]).write_text(text)\n"
+        f"sys.exit(3 if os.environ[{rank}] == os.environ.get('FAILS') else 0)"
+    )
+    with Cluster(2, "100mbit", ranks=2) as cluster:
+        start = cluster.run_mpi if launcher == "mpi" else cluster.run_torch
+        start(["-c", tells], timeout=60)
+        assert [(tmp_path / str(each)).read_text() for each in range(4)] == ["10", "11", "20", "21"]
+        if launcher == "torchrun":
+            with pytest.raises(ClusterError, match="on host 1 exited with 3"):
+                start(["-c", tells], env={"FAILS": "2"}, timeout=60)
 
 
 @pytest.mark.needs_root
@@ -93,6 +114,8 @@ def test_a_sender_takes_longer_on_slow_links_only() -> None:
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 host, not 0"):
         Cluster(0)
+    with pytest.raises(ValueError, match="at least 1 rank, not 0"):
+        Cluster(2, ranks=0)
 
 
 def test_rates_and_delays_are_read() -> None:

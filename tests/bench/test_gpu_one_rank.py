@@ -51,6 +51,7 @@ def card(gpu: Double, monkeypatch: pytest.MonkeyPatch) -> Iterator[DoubleCard]:
 def _said(card: one_rank.Card) -> tuple[int, list[str]]:
     lines: list[str] = []
     failed = one_rank.examine(card, lines.append)
+    print(*lines, sep="\n")
     return failed, [" ".join(line.replace(":", "").split()[:2]) for line in lines]
 
 

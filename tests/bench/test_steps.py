@@ -47,7 +47,7 @@ def test_a_network_that_changes(tmp_path: Path) -> None:
     found = tmp_path / "steps.json"
     options = ["--model", "narrow_mlp", "--milliseconds", "20", "--network", "1gbit", "--then", "40mbit"]
     command = [sys.executable, "-m", "bench.steps", "--methods", "dear:threshold_mb=1", *options, "--steps", "30"]
-    subprocess.run([*command, "--after", "15", "--json", str(found)], cwd=ROOT, check=True, timeout=600)
+    subprocess.run([*command, "--busy", "--after", "15", "--json", str(found)], cwd=ROOT, check=True, timeout=600)
     (course,) = json.loads(found.read_text())["courses"]
     assert len(course["seconds"]) == 30
     before, after = (sorted(part)[len(part) // 2] for part in (course["seconds"][5:15], course["seconds"][16:]))

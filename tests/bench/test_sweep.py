@@ -20,9 +20,9 @@ from bench.sweep.failures import Failure, Failures
 from bench.sweep.journal import Journal
 from bench.sweep.plots import draw
 from bench.sweep.report import write
-from bench.sweep.runner import run_all
+from bench.sweep.runner import name_of, run_all
+from bench.sweep.search import expand
 from bench.sweep.summary import group
-from bench.sweep.table import expand
 from bench.train.origin import Origin
 from bench.train.settings import Settings, parse, to_argv
 from tests.harness import ROOT
@@ -52,6 +52,7 @@ def test_braces_give_every_combination() -> None:
     assert expand("ddp:bucket_mb={1,4}") == ["ddp:bucket_mb=1", "ddp:bucket_mb=4"]
     assert len(expand("horovod:fusion_mb={1,4,16},cycle_ms={1,5}")) == 6
     assert expand("dear") == ["dear"]
+    assert expand("ddp:bucket_mb={..,1,4,..}") == ["ddp:bucket_mb=1", "ddp:bucket_mb=4"]
 
 
 def test_a_table_is_every_combination_of_its_lists() -> None:
@@ -103,6 +104,10 @@ def test_defaults_are_for_tables_without() -> None:
             r"\[defaults\] does not know network; .* is networks meant\?",
         ),
         ({"runs": [{"models": "mlp"}]}, "models of a sweep should be a list and is 'mlp'"),
+        ({"runs": [{"launchers": "mpi"}]}, "launchers of a sweep should be a list and is 'mpi'"),
+        ({"runs": [{"launchers": ["mpi"], "launcher": "mpi"}]}, "launcher and launchers are both given"),
+        ({"runs": [{"methods": ["ddp:view={True,..}"]}]}, "goes on with numbers above 0, and view of .* is True"),
+        ({"runs": [{"methods": ["ddp:bucket_mb={..,0}"]}]}, "goes on with numbers above 0, and bucket_mb of .* is 0"),
         ({"runs": [{"models": ["lenet"]}]}, "is 'lenet'"),
         ({"runs": [{"methods": ["deer"]}]}, "'deer' should be one of"),
         ({"runs": [{"workers": [0]}]}, "workers should be at least 1 and is 0"),
@@ -381,3 +386,142 @@ def test_a_misspelt_setting_or_method_is_told_with_the_one_that_is_meant() -> No
         table.select(sweep, ["wokers=2"])
     with pytest.raises(ValueError, match=r"and is 'daer'; is dear meant\?$"):
         registry.method("daer")
+
+
+def test_a_table_says_how_often_each_run_is_repeated() -> None:
+    tables = [
+        {"methods": ["dear", "ddp"], "models": ["mlp"], "workers": [2, 4]},
+        {"methods": ["none"], "models": ["mlp"], "repeats": 1},
+    ]
+    data = {"defaults": {"repeats": 2}, "runs": tables}
+    told = [(run.method, run.workers, run.repeat) for run in table.parse(data).runs]
+    in_turn = [[("dear", n, 0), ("ddp", n, 0), ("ddp", n, 1), ("dear", n, 1)] for n in (2, 4)]
+    assert told == [*in_turn[0], *in_turn[1], ("none", 2, 0)]
+    assert [run.repeat for run in table.parse(data, 3).runs if run.method == "none"] == [0, 1, 2]
+    for wrong in (0, 2.5, True):
+        with pytest.raises(
+            ValueError, match=f"repeats of a sweep should be a whole number of at least 1 and is {wrong}"
+        ):
+            table.parse({"runs": [{"repeats": wrong}]})
+    with pytest.raises(ValueError, match=r"does not know repeat; .* is repeats meant\?"):
+        table.parse({"runs": [{"repeat": 2}]})
+
+
+def test_runs_that_differ_in_their_number_are_one_row_and_are_compared_in_pairs() -> None:
+    """The machine becomes slower from run to run; the one is a tenth faster all the time."""
+    base: dict[str, Any] = {"model": "mlp", "workers": 2, "network": "1gbit"}
+    results = [
+        result_of(Settings(method=name, repeat=number, **base), factor * (1 + number), cores_busy=0.1 * number)
+        for number in range(6)
+        for name, factor in (("none", 0.5), ("dear", 0.9), ("ddp", 1.0))
+    ]
+    results[4]["busy_before"] = 0.5
+    (one,) = group(results)
+    none, dear, ddp = one.rows
+    assert (dear.n, len(dear.runs), dear.busy, ddp.busy) == (18, 6, True, False)
+    assert dear.median == pytest.approx(0.9 * 3.5)
+    assert dear.cores_busy == pytest.approx(0.5)
+    assert one.compute == pytest.approx(none.median)
+    bound = one.to_bound(dear)
+    assert bound is not None
+    assert (bound.value, bound.n) == (pytest.approx(1.8), 6)
+    met, missed = judge([one], [Bar("dear", "ddp", 0.91, {}), Bar("dear", "bound", 1.7, {})])
+    assert (met.met, missed.met) == (True, False)
+    assert "dear 0.90 (0.90 – 0.90) x ddp, bar 0.91" in met.text
+
+
+def test_a_result_of_before_runs_had_numbers_is_the_first(tmp_path: Path) -> None:
+    old = result_of(Settings(), 1.0)
+    del old["settings"]["repeat"]
+    journal = Journal(tmp_path / "results.jsonl", NOW)
+    journal.add(old)
+    assert journal.get(Settings()) == old
+    assert journal.get(Settings(repeat=1)) is None
+    assert group([old])[0].rows[0].runs == {0: 1.0}
+
+
+# - Searches that go on, and launchers
+
+
+def _searched(table_of: dict[str, Any], seconds: dict[str, float]) -> tuple[table.Sweep, list[str]]:
+    """The sweep, and the methods beyond its table where runs take `seconds`; the last one may not be among these."""
+    sweep = table.parse({"runs": [{"models": ["mlp"], **table_of}]})
+    return sweep, [run.method for run in sweep.beyond(lambda run: seconds.get(run.method))]
+
+
+@pytest.mark.parametrize(
+    ("best", "more"),
+    [
+        (4, []),
+        (1, ["0.5"]),  # which has no result yet
+        (0.5, ["0.5", "0.25"]),
+        (0.25, ["0.5", "0.25", "0.125"]),
+        (25, ["50"]),
+        (100, ["50", "100", "200"]),
+    ],
+)
+def test_a_search_goes_on_until_its_best_lies_between_two_others(best: float, more: list[str]) -> None:
+    known = {"0.125", "0.25", "0.5", "1", "4", "25", "50", "100", "200"} - set(more[-1:] if best in (1, 25) else [])
+    seconds = {f"ddp:bucket_mb={size}": 1 + abs(float(size) - best) / best for size in known}
+    sweep, found = _searched({"methods": ["dear", "ddp:bucket_mb={..,1,4,25,..}"]}, seconds)
+    assert len(sweep.runs) == 4
+    assert found == [f"ddp:bucket_mb={size}" for size in more]
+
+
+def test_a_search_goes_only_where_it_is_told_and_not_for_ever() -> None:
+    falling = {f"ddp:bucket_mb={2.0**power:g}": 2.0**power for power in range(-20, 20)}
+    assert len(_searched({"methods": ["ddp:bucket_mb={..,1,4}"]}, falling)[1]) == 8
+    assert _searched({"methods": ["ddp:bucket_mb={1,4,..}"]}, falling)[1] == []
+    assert _searched({"methods": ["ddp:bucket_mb={..,1,4}"]}, {"ddp:bucket_mb=1": 1.0})[1] == []  # 4 is missing
+
+
+def test_each_combination_of_other_options_is_searched_by_itself() -> None:
+    seconds = {f"ddp:bucket_mb={size},view={view}": 1.0 for size in ("1", "2", "4") for view in (True, False)}
+    seconds |= {"ddp:bucket_mb=1,view=True": 0.5, "ddp:bucket_mb=2,view=False": 0.5}
+    sweep, found = _searched({"methods": ["ddp:bucket_mb={..,1,2,4},view={True,False}"], "workers": [2, 4]}, seconds)
+    assert found == ["ddp:bucket_mb=0.5,view=True"] * 2
+    assert [run.workers for run in sweep.beyond(lambda run: seconds.get(run.method))] == [2, 4]
+    part = table.select(sweep, ["workers=2"])
+    assert len(part.beyond(lambda run: seconds.get(run.method))) == 1
+    assert table.select(sweep, ["method=ddp:bucket_mb=1,view=True"]).searches == ()
+
+
+def test_each_method_runs_under_the_launchers_that_can_start_it() -> None:
+    methods = ["dear", "dear:transport=mpi", "ddp", "horovod:operations={mpi,gloo}"]
+    runs = table.parse({"runs": [{"methods": methods, "launchers": ["torchrun", "mpi"]}]}).runs
+    everywhere = ["dear", "ddp", "horovod:operations=gloo"]
+    assert [run.method for run in runs if run.launcher == "torchrun"] == everywhere
+    assert {run.method for run in runs if run.launcher == "mpi"} == {
+        *everywhere,
+        "dear:transport=mpi",
+        "horovod:operations=mpi",
+    }
+    # A table's own word counts before that of the defaults, and one launcher is a wish that its run answers.
+    of_defaults = {"defaults": {"launchers": ["torchrun", "mpi"]}}
+    assert [run.launcher for run in table.parse({**of_defaults, "runs": [{"launcher": "mpi"}]}).runs] == ["mpi"]
+    assert [run.launcher for run in table.parse({**of_defaults, "runs": [{}]}).runs] == ["torchrun", "mpi"]
+    (only,) = table.parse({"runs": [{"methods": ["horovod"], "launchers": ["torchrun"]}]}).runs
+    assert only.launcher == "torchrun"
+    assert [run.launcher for run in table.parse({"runs": [{}]}).runs] == [None]
+
+
+def test_tables_tell_who_started_each_run_and_what_moved_its_bytes(tmp_path: Path) -> None:
+    settings = {"model": "mlp", "workers": 2, "network": "1gbit"}
+    told = [("dear", "mpi", "tcp"), ("dear:transport=mpi", "mpi", "mpi"), ("ddp", "torchrun", "gloo")]
+    results = [
+        result_of(Settings(method=name, **settings), 1.0, started_by=by, bytes_over=over)  # type: ignore[arg-type]
+        for name, by, over in told
+    ]
+    results.append(result_of(Settings(method="wfbp", **settings), 1.0))  # type: ignore[arg-type]  # an older one
+    write(tmp_path, "A title", results, group(results), [], [], [])
+    text = (tmp_path / "reports.md").read_text()
+    assert "| method | started by | bytes over | network | img/sec |" in text
+    for name, by, over in [*told, ("wfbp", "", "")]:
+        assert f"| {name} | {by} | {over} | 1gbit | " in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({row.count("|") for row in rows}) == 1
+
+
+def test_runs_under_two_launchers_have_logs_of_their_own() -> None:
+    names = {name_of(Settings(launcher=launcher)) for launcher in (None, "mpi", "torchrun")}
+    assert len(names) == 3

@@ -109,13 +109,14 @@ def test_a_method_is_written_with_its_options() -> None:
     assert parse_spec("dear:exclude_parts=reducescatter allgather")[1] == {"exclude_parts": "reducescatter allgather"}
     with pytest.raises(ValueError, match="holds 'fast'"):
         parse_spec("dear:fast")
-    assert method("ddp:bucket_mb=4").options == {"bucket_mb": 4, "view": False, "powersgd": None}
+    told = {"static_graph": False, "compression": None, "powersgd": None, "backend": None}
+    assert method("ddp:bucket_mb=4").options == {"bucket_mb": 4, "view": False, **told}
 
 
 def test_unknown_methods_and_options_are_named() -> None:
     with pytest.raises(ValueError, match=r"one of dear, .* and is 'deer'"):
         method("deer")
-    with pytest.raises(ValueError, match="ddp does not know bucket; it knows bucket_mb, view, powersgd"):
+    with pytest.raises(ValueError, match="ddp does not know bucket; it knows bucket_mb, view, static_graph"):
         method("ddp:bucket=4")
     with pytest.raises(ValueError, match=r"dear does not know treshold_mb; it knows .*; is threshold_mb meant\?"):
         method("dear:treshold_mb=3")
@@ -129,8 +130,9 @@ def test_unknown_methods_and_options_are_named() -> None:
         ("fsdp2:reshard=7", "reshard of fsdp2 should be True or False and is 7"),
         ("ddp:view=maybe", "view of ddp should be True or False and is 'maybe'"),
         ("ddp:bucket_mb=big", "bucket_mb of ddp should be a number of at least 0 and is 'big'"),
-        ("ddp:powersgd=2,bucket_mb=4", "powersgd has all gradients in one bucket: leave bucket_mb out"),
         ("ddp:view=0.5", "view of ddp should be True or False and is 0.5"),
+        ("ddp:backend=glue", "backend of ddp should be one of gloo, nccl, dear, or None, and is 'glue'"),
+        ("fsdp2:replicas=0", "replicas of fsdp2 should be a whole number of at least 1 and is 0"),
         ("fsdp2:unit_layers=0", "unit_layers of fsdp2 should be a whole number of at least 1, or None, and is 0"),
         ("fsdp2:unit_layers=2.5", "unit_layers of fsdp2 should be a whole number of at least 1, or None, and is 2.5"),
         ("horovod:yield_when_idle=2", "yield_when_idle of horovod should be True or False and is 2"),
@@ -208,10 +210,9 @@ def test_fsdp_shards_the_units_that_were_asked_for(
 ) -> None:
     given: list[object] = []
     monkeypatch.setattr("bench.methods.fsdp.fully_shard", lambda unit, **_options: given.append(unit))
-    monkeypatch.setattr("bench.methods.fsdp._UNIT_BYTES", 1000)
-    monkeypatch.setattr("bench.methods.fsdp.init_device_mesh", lambda *_arguments: None)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    monkeypatch.setattr("bench.methods.process_group.join", lambda _device: None)
+    monkeypatch.setattr("bench.methods.fsdp.UNIT_BYTES", 1000)
+    monkeypatch.setattr("bench.methods.process_group.mesh", lambda *_arguments: None)
+    monkeypatch.setattr("bench.methods.process_group.join", lambda *_arguments: None)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)))
     fsdp = method(spec)
     fsdp.join(torch.device("cpu"))

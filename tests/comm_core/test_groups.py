@@ -53,6 +53,53 @@ def test_overlapping_groups_work_at_the_same_time(comm: Communicator) -> None:
         group.close()
 
 
+def test_a_part_waits_for_no_other_rank(comm: Communicator) -> None:
+    """Its ranks may come to it at any time, and in an order of their own."""
+    if comm.backend == "mpi":
+        with pytest.raises(comm_core.Unsupported, match="split"):
+            comm.part(range(comm.size), "all")
+        return
+    ranks = list(reversed(range(comm.size)))
+    time.sleep(0.1 * (comm.rank == 0))  # others send before this one has the part
+    part = comm.part(ranks, "turned")
+    assert (part.rank, part.size, part.backend) == (ranks.index(comm.rank), comm.size, comm.backend)
+    assert part.name == f"{comm.name}/turned"
+    everybody = np.zeros(comm.size, np.int64)
+    part.all_gather(np.array([comm.rank], np.int64), everybody)
+    assert list(everybody) == ranks
+    alone = part.part([part.rank], f"alone-{comm.rank}")
+    alone.barrier()
+    for one in (alone, part):
+        one.close()
+    last = comm.size - 1
+    if comm.rank == last:  # nobody else does anything for it
+        comm.part([last], "last").close()
+
+
+def test_parts_of_the_same_ranks_are_apart(comm: Communicator) -> None:
+    if comm.backend == "mpi":
+        pytest.skip("MPI makes no parts")
+    first, second = (comm.part(range(comm.size), name) for name in ("first", "second"))
+    arrays = {first: np.full(50_000, 1.0), second: np.full(50_000, 10.0)}
+    order = [first, second] if comm.rank % 2 else [second, first]
+    works = [part.all_reduce_async(arrays[part], arrays[part]) for part in order]
+    for work in works:
+        work.wait(30)
+    assert (arrays[first][0], arrays[second][-1]) == (comm.size, 10.0 * comm.size)
+    first.abandon()
+    data = np.ones(3)
+    second.all_reduce(data, data)  # what ends one is nothing to the other
+    assert list(data) == [comm.size] * 3
+    for part in (first, second):
+        part.close()
+
+
+@pytest.mark.parametrize(("ranks", "why"), [([0, 0], "twice"), ([99], "not a rank"), ([], "this one")])
+def test_ranks_of_a_part_that_cannot_be(comm: Communicator, ranks: list[int], why: str) -> None:
+    with pytest.raises(comm_core.InvalidUsage, match=why):
+        comm.part(ranks, "wrong")
+
+
 def test_a_split_waits_for_what_was_issued_before(comm: Communicator) -> None:
     data = np.ones(500_000)
     work = comm.all_reduce_async(data, data)

@@ -95,7 +95,7 @@ MUTATIONS = [
     Mutation(
         "of a device, too, what a script writes to a rounded parameter counts",
         "overlap/features/rounded_parameters.py",
-        "torch.where(self._rounded == self._seen, self.values, self._seen, out=self.values)",
+        "torch.where(self.packed == self._seen, self.values, self._seen, out=self.values)",
         "pass",
         "tests/overlap/features/test_rounded_parameters.py",
     ),

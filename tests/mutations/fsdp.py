@@ -1,4 +1,4 @@
-"""Mutations of `fsdp`: fairscale's interface."""
+"""Mutations of `fsdp`: fairscale's interface, and frozen parameters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from tests.mutations.mutation import Mutation
 
 _FAIRSCALE = "mpi-2 tests/spmd/test_fairscale_fsdp.py"
 _ALONE = "tests/fsdp/test_fairscale.py"
+_GROUPS = "mpi-4 tests/spmd/test_fully_shard.py"
+_SWEEPS = "tests/overlap/plan/test_sweeps.py"
+_FROZEN = "mpi-2 tests/spmd/test_frozen_base.py"
+_OPTIMIZERS = "mpi-2 tests/spmd/test_fully_shard_optimizers.py"
 
 MUTATIONS = [
     Mutation(
@@ -107,10 +111,87 @@ MUTATIONS = [
         f"{_FAIRSCALE} -k copies",
     ),
     Mutation(
+        "with reshard_after_forward=n, backward gathers within groups of ranks",
+        "overlap/plan/sweeps.py",
+        "self._from_shares = sweep is Sweep.BACKWARD and self._resharded",
+        "self._from_shares = False",
+        f"{_GROUPS} -k backward_gathers_within",
+    ),
+    Mutation(
+        "a rank that has left out backward gathers for it",
+        "overlap/plan/sweeps.py",
+        "both = self.owes_backward",
+        "both = False",
+        f"{_SWEEPS} -k without_a_batch",
+    ),
+    Mutation(
+        "a rank that has joined guesses no pass where it catches up",
+        "overlap/core/closing.py",
+        "call not in _PASSES_GO_ON",
+        "call != BACKWARD",
+        f"{_OPTIMIZERS} -k follow_steps_that_leave",
+    ),
+    Mutation(
+        "a rank that leaves out backward tells those that have joined",
+        "overlap/core/unsharding.py",
+        "            if self._sweeps.owes_backward:\n                self._first",
+        "            if False:\n                self._first",
+        f"{_OPTIMIZERS} -k may_leave_out_what_ranks",
+    ),
+    Mutation(
+        "shares of other values are let go",
+        "overlap/plan/sweeps.py",
+        "for bucket in (*self._there, *self._shares)]",
+        "for bucket in self._there]",
+        f"{_SWEEPS} -k no_backward_uses",
+    ),
+    Mutation(
+        "a share of a group takes no memory once all of them are whole",
+        "overlap/core/buckets/freed.py",
+        "        if self._share is not None:\n            self._share.free()\n        master",
+        "        master",
+        f"{_GROUPS} -k share_of_a_group",
+    ),
+    Mutation(
         "ranks of a group are on one host",
         "fsdp/groups.py",
         "        if len(set(block)) > 1:\n",
         "        if False:\n",
         f"{_ALONE} -k hosts",
+    ),
+    Mutation(
+        "memory is mapped of this job alone",
+        "overlap/job/memory/pages.py",
+        "            if token not in os.readlink(",
+        "            if False and token not in os.readlink(",
+        "tests/overlap/job/test_pages.py -k another_job",
+    ),
+    Mutation(
+        "frozen parameters stay where a buffer shows their memory",
+        "overlap/optimizer/once_per_host.py",
+        "return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad and on_cpu",
+        "return not tensor.requires_grad and on_cpu",
+        f"{_FROZEN} -k ties_stay",
+    ),
+    Mutation(
+        "what all ranks have mapped from a file stays there",
+        "overlap/optimizer/once_per_host.py",
+        'digests[0] != b"" for digests in told]',
+        'digests[0] == b"-" for digests in told]',
+        f"{_FROZEN} -k mapped_from_its_file and before",
+    ),
+    Mutation(
+        "what a checkpoint has written to is once in memory again",
+        "overlap/optimizer/saving/checkpoints.py",
+        "    share_again(session, model)\n",
+        "",
+        f"{_FROZEN} -k checkpoint_is_loaded",
+    ),
+    Mutation(
+        "a rank that shares a base keeps what is written to the file of its weights away",
+        "overlap/state/tensor_files.py",
+        "mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)",
+        "mmap.mmap(os.open(place.file, os.O_RDWR), 0)",
+        "tests/overlap/state/test_tensor_files.py -k file_stays_as_it_is",
     ),
 ]

@@ -295,6 +295,27 @@ MUTATIONS: list[Mutation] = [
         new="first = begun[0]",
         test="tests/overlap/plan/simulation/test_schedules.py::test_what_is_kept_for_a_picture_is_the_last_two_steps",
     ),
+    Mutation(
+        promise="idle cores move bytes before those that compute",
+        file="overlap/plan/simulation/cores.py",
+        old="self.ranks * used - (self.count - computing)",
+        new="self.ranks * used",
+        test="tests/overlap/plan/simulation/test_cores.py::test_idle_cores_move_bytes_first",
+    ),
+    Mutation(
+        promise="operations that share the wire share what they take of the cores",
+        file="overlap/plan/simulation/events.py",
+        old="sum(one.cores * share for one, share in moving)",
+        new="sum(one.cores for one, _ in moving)",
+        test="tests/overlap/plan/simulation/test_schedules.py::test_operations_that_share_the_wire_take_no_more_of_the_cores",
+    ),
+    Mutation(
+        promise="what is whole from forward to backward is gathered once",
+        file="overlap/plan/simulation/sharded.py",
+        old="            if reshard:\n",
+        new="            if True:\n",
+        test="tests/overlap/plan/simulation/test_sharded.py::test_where_each_collective_is_awaited_everything_adds_up",
+    ),
     # - MG-WFBP
     Mutation(
         promise="a plan is told once",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -26,24 +27,42 @@ def _items(generator: random.Random, count: int, *, alike: bool) -> list[Item]:
 
 def _exhaustive(items: list[Item], limit: int) -> float | None:
     sums = (
-        (sum(option.nbytes for option in chosen), sum(option.seconds for option in chosen))
+        (_most(chosen), sum(option.seconds for option in chosen))
         for chosen in itertools.product(*(item.options for item in items))
     )
     return min((seconds for nbytes, seconds in sums if nbytes <= limit), default=None)
 
 
+def _most(chosen: Sequence[Option]) -> int:
+    """Bytes at any moment: of each item's, those before it are there."""
+    before = [0, *itertools.accumulate(option.nbytes for option in chosen)]
+    return max(before[-1], *(there + option.peak for there, option in zip(before, chosen, strict=False)))
+
+
 def _check(items: list[Item], limit: int, choice: Choice) -> None:
     chosen = [item.options[index] for item, index in zip(items, choice.options, strict=True)]
-    assert choice.nbytes == sum(option.nbytes for option in chosen) <= limit
+    assert choice.nbytes == sum(option.nbytes for option in chosen)
+    assert _most(chosen) <= limit
     assert choice.seconds == pytest.approx(sum(option.seconds for option in chosen))
     assert choice.bound <= choice.seconds
 
 
+def _blocks(generator: random.Random, count: int) -> list[Item]:
+    """Their bytes are kept, or come back for a moment, while the block is computed again."""
+    sizes = [(generator.randrange(1, 60), generator.random()) for _ in range(count)]
+    return [
+        Item(f"block {number}", (Option(nbytes, 0.0), Option(0, seconds, nbytes)))
+        for number, (nbytes, seconds) in enumerate(sizes)
+    ]
+
+
 @pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("blocks", [0, 4])
 @pytest.mark.parametrize("seed", range(150))
-def test_no_choice_is_faster(seed: int, alike: bool) -> None:
+def test_no_choice_is_faster(seed: int, blocks: int, alike: bool) -> None:
     generator = random.Random(seed)
-    items = _items(generator, generator.randint(1, 7), alike=alike)
+    items = _items(generator, generator.randint(1, 7 - blocks // 2), alike=alike)
+    items += _blocks(generator, generator.randint(1, blocks) if blocks else 0)
     limit = generator.randrange(300)
     fastest = _exhaustive(items, limit)
     if fastest is None:
@@ -62,7 +81,7 @@ def test_no_choice_is_faster(seed: int, alike: bool) -> None:
     assert choice.exact
 
 
-def _layers(kind: str, count: int = 48) -> list[Item]:
+def _layers(kind: str, count: int = 48, *, recompute: bool = False) -> list[Item]:
     generator = random.Random(3)
     found = []
     for number in range(count):
@@ -72,13 +91,21 @@ def _layers(kind: str, count: int = 48) -> list[Item]:
         options = [Option(size // 8, 3 * wire), Option(size // 8 + size, 2 * wire)]
         options.append(Option(size // 8 + size // 2, 2.4 * wire))
         found.append(Item(f"layer {number}", tuple(options)))
+    if recompute:
+        generator = random.Random(5)
+        different = {"alike": 0.0}.get(kind, 1.0)
+        for number in range(count):
+            nbytes = round(50 * MB * (1 + different * generator.random()))
+            seconds = 0.08 * (1 + different * generator.random())
+            found.append(Item(f"block {number}", (Option(nbytes, 0.0), Option(0, seconds, nbytes))))
     return found
 
 
 @pytest.mark.parametrize("kind", ["alike", "different", "of different speed"])
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
-def test_many_layers_take_little_time(kind: str, share: float) -> None:
-    items = _layers(kind)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_many_layers_take_little_time(kind: str, recompute: bool, share: float) -> None:
+    items = _layers(kind, recompute=recompute)
     least, most = (sum(pick(option.nbytes for option in item.options) for item in items) for pick in (min, max))
     limit = round(least + share * (most - least))
     times = []

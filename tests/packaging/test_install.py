@@ -81,6 +81,7 @@ def test_torchrun_trains_without_a_compiler_and_without_mpi(installed: Environme
     assert _losses(installed.run(*run, cwd=empty))[-1] < 1
 
 
+@pytest.mark.full
 def test_without_mpi_the_message_names_the_remedy(installed: Environment, empty: Path) -> None:
     said = installed.run("python", "-c", "import dear; dear.init()", cwd=empty, ok=False, **FROM_MPIRUN)
     assert "but comm_core was built without MPI: every process would train alone. Build the MPI backend with" in said
@@ -119,6 +120,7 @@ def test_a_type_checker_knows_the_options(installed: Environment, tmp_path: Path
     assert found[1][1].startswith('Argument "poison" to "DistributedOptimizer" has incompatible type "str"')
 
 
+@pytest.mark.full
 def test_mpi_is_added_to_the_wheel_moved_with_it_and_removed_with_it(wheel: Path, empty: Path, tmp_path: Path) -> None:
     environment = fresh(tmp_path / "mpi", [compilers(tmp_path / "compilers")])
     environment.install("--no-index", str(wheel), cwd=empty)
@@ -143,6 +145,7 @@ def test_mpi_is_added_to_the_wheel_moved_with_it_and_removed_with_it(wheel: Path
     assert not (moved.packages / "comm_core").exists()
 
 
+@pytest.mark.full
 def test_a_checkout_is_installed_editable(empty: Path, tmp_path: Path) -> None:
     environment = fresh(
         tmp_path / "editable", [Path(sys.executable).parent, *map(Path, os.environ["PATH"].split(os.pathsep))]

@@ -30,8 +30,10 @@ PACKAGES = (
     "fsdp",
     "osdp",
     "co2",
+    "pipe",
+    "model_parallel",
 )
-STRATEGIES = PACKAGES[3:]
+STRATEGIES = PACKAGES[3:11]
 
 
 def _pyproject() -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dear
+from overlap.horovod.controller.enqueue import runtime
 from tests.spmd.device import DEVICE, host_only, pretend, use_device
 
 if DEVICE:
@@ -20,6 +21,19 @@ if DEVICE != "cuda":
 @pytest.fixture(autouse=True)
 def session() -> None:
     dear.init()
+
+
+@pytest.fixture
+def sets_of_a_test() -> Iterator[None]:
+    """Process sets are removed before the test and after it: others have such ranks, and a session has each set once."""
+    _remove_sets()
+    yield
+    _remove_sets()
+
+
+def _remove_sets() -> None:
+    for each in list(runtime()._registered.values()):
+        dear.remove_process_set(each)
 
 
 @pytest.fixture(autouse=True)

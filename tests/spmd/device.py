@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from overlap.transport.cuda.streams import Moment
 from overlap.transport.stamps import Stamps
 from tests.spmd.host_random import HostRandom
 
-__all__ = ["DEVICE", "Late", "PlainStreams", "host_only", "pretend", "use_device"]
+__all__ = ["DEVICE", "Late", "PlainStreams", "host_only", "is_free", "pretend", "use_device"]
 
 DEVICE = os.environ.get("DEAR_TEST_DEVICE", "")
 
@@ -32,6 +33,7 @@ DEVICE = os.environ.get("DEAR_TEST_DEVICE", "")
 _HOST_ONLY = {
     "test_communicator": "communicators of the host move its tensors",
     "test_device_carriers.py": "pretends a device itself",
+    "test_offload.py": "pretends a device itself",
     "test_event_order.py": "operations on tensors of a device are issued by carriers",
     "test_examples.py": "the examples choose their device themselves",
     "bytescheduler": "refuses models on a GPU",
@@ -65,6 +67,13 @@ class Late:
         raise AssertionError("nothing on a stream needs a copy on the host")
 
 
+class Brought(Late):
+    """As :class:`Late`, of a copy that streams wait for."""
+
+    def order_before(self, stream: int) -> None:
+        pass
+
+
 class PlainStreams:
     """`overlap.transport.cuda.streams.Streams` of a device that is the host; counts what is copied."""
 
@@ -90,6 +99,10 @@ class PlainStreams:
     def beside(self, compute: Callable[[], None], touched: Sequence[torch.Tensor]) -> None:
         compute()
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        yield
+
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
 
@@ -104,13 +117,22 @@ class PlainStreams:
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Moment:
         for host, there in pairs:
-            host.copy_(there)
+            host.copy_(there, non_blocking=True)
         return Late()
+
+    def put(self, there: torch.Tensor, host: torch.Tensor) -> Moment:
+        there.copy_(host)
+        return Brought()
 
     def bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int | None) -> None:
         for there, host in pairs:
             PlainStreams.copied += 1
             there.copy_(host)
+
+
+def is_free(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a freed buffer is given back: it has none on a device, and reads as zeros on the host."""
+    return not tensor.untyped_storage().nbytes() or not bool(tensor.any())
 
 
 def pretend(patch: pytest.MonkeyPatch) -> None:

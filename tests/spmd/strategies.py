@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ import osdp
 import oss
 import wfbp
 from overlap.core.bucket import Phase
+from overlap.job.levels import Levels
+from overlap.job.session import current
 from tests.spmd.loops import MakeOptimizer
 from tests.spmd.models import adafactor
 from tests.spmd_plugin import OVER_MPI, SIZE
@@ -23,15 +26,19 @@ from tests.spmd_plugin import OVER_MPI, SIZE
 __all__ = [
     "NAMELESS",
     "NOT_EAGER",
+    "OF_SETS",
     "OPTIMIZERS",
     "OWNED",
     "PACKAGES",
     "POLICIES",
     "SHARDED",
+    "STAND_INS",
     "STRATEGIES",
     "VARIANTS",
     "WRAP",
     "as_early_as_possible",
+    "hosts",
+    "on_hosts",
 ]
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
@@ -66,6 +73,8 @@ NOT_EAGER = {
     "scaled_and_clipped",
     "scaled_as_with_horovod",
 }
+if SIZE > 1:  # parameters once per host
+    VARIANTS["dear-host"] = lambda o, m, **k: on_hosts(o, m, threshold_mb=0.001, **k)
 if SIZE == 4:  # shards within groups of two
     VARIANTS |= {
         "dear-groups": lambda o, m, **k: dear.DistributedOptimizer(o, m, shard_group=2, threshold_mb=0.001, **k),
@@ -73,6 +82,8 @@ if SIZE == 4:  # shards within groups of two
     }
 WRAP = STRATEGIES | VARIANTS
 SHARDED = ("fsdp", "osdp", "fsdp-groups", "fsdp-owned")  # parameters, between passes
+OF_SETS = tuple(name for name in WRAP if name != "dear-host")  # may be for a process set
+STAND_INS = (*SHARDED, "dear-host")  # ``.grad`` stands for a gradient in shards
 # Whose modules these are is found by looking at every object of the process, which takes time, and neither the number of
 # ranks nor what connects them has a part in it: at one rank, too, parameters are poisoned until a module hands them out.
 NAMELESS: dict[str, Callable[..., Any]] = (
@@ -86,6 +97,25 @@ OWNED: dict[str, Callable[..., Any]] = {
 POLICIES = () if SIZE == 2 and OVER_MPI else ("dear-rb", "dear-whole", "dear-eager")
 # One for each package that is synchronous; the first with several buckets.
 PACKAGES = ("dear-layerwise", "wfbp", "mgwfbp", "bytescheduler", "oss")
+
+
+@contextmanager
+def hosts(size: int, two_level: bool = False) -> Iterator[None]:
+    """A context in which each `size` neighbouring ranks count as those of a host; on every rank."""
+    session = current()
+    before = session.hosts, session.levels
+    session.hosts = tuple(tuple(range(first, first + size)) for first in range(0, SIZE, size))
+    session.levels = (Levels("two_level", session.hosts) if two_level else None,)
+    try:
+        yield
+    finally:
+        session.hosts, session.levels = before
+
+
+def on_hosts(optimizer: Any, model: Any, **options: Any) -> Any:
+    """Parameters lie once on each host; four ranks count as those of two hosts."""
+    with hosts(2 if SIZE == 4 else SIZE):
+        return dear.DistributedOptimizer(optimizer, model, residency="host", **options)
 
 
 def as_early_as_possible(optimizer: Any) -> Any:

@@ -20,7 +20,7 @@ from overlap.core.bucket import Bucket
 from overlap.core.round import GradientChanged, TooManyGradients
 from overlap.job.session import current
 from tests.spmd.models import MODELS, double_model
-from tests.spmd.strategies import PACKAGES, SHARDED, WRAP
+from tests.spmd.strategies import PACKAGES, SHARDED, STAND_INS, WRAP
 from tests.spmd.training import local_loss, same_everywhere, trained, values_of
 
 
@@ -201,7 +201,7 @@ def test_schedulers_warn_of_nothing(strategy: str, on_inner: bool) -> None:
     assert inner.param_groups[0]["lr"] == pytest.approx(0.0125)
 
 
-@pytest.mark.parametrize("strategy", [name for name in WRAP if name not in ("dear-eager", *SHARDED)])
+@pytest.mark.parametrize("strategy", [name for name in WRAP if name not in ("dear-eager", *STAND_INS)])
 def test_a_changed_gradient_is_never_silently_ignored(strategy: str) -> None:
     model, optimizer = trained(strategy)
     other, others = trained(strategy)  # a second optimizer, which is not concerned

@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 import bytescheduler_adapter
 import dear
+import fsdp
 import mgwfbp
+import osdp
 import oss
 import wfbp
 from bench.gpu import parity
@@ -50,6 +52,24 @@ WRAP: dict[str, Callable[..., Any]] = {
         compression=dear.Compression.bf16,
         gather_dtype=torch.bfloat16,
     ),
+    "fsdp": functools.partial(fsdp.DistributedOptimizer, threshold_mb=0.001, poison=False),  # so memory is freed
+    "fsdp-16": functools.partial(
+        fsdp.DistributedOptimizer,
+        threshold_mb=0.001,
+        poison=False,
+        compression=dear.Compression.bf16,
+        gather_dtype=torch.bfloat16,
+    ),
+    "fsdp-offload": functools.partial(fsdp.DistributedOptimizer, threshold_mb=0.001, poison=False, offload="cpu"),
+    "fsdp-offload-16": functools.partial(
+        fsdp.DistributedOptimizer,
+        threshold_mb=0.001,
+        poison=False,
+        offload="cpu",
+        compression=dear.Compression.bf16,
+        gather_dtype=torch.bfloat16,
+    ),
+    "osdp": functools.partial(osdp.DistributedOptimizer, threshold_mb=0.001, memory_limit_gb=1000, poison=False),
     "oss": functools.partial(oss.DistributedOptimizer, threshold_mb=0.001),
     "wfbp": wfbp.DistributedOptimizer,
     "mgwfbp": functools.partial(mgwfbp.DistributedOptimizer, alpha_beta=(3e-5, 1e-9), profile_steps=2),
@@ -74,7 +94,7 @@ def _trained(wrap: Callable[..., Any]) -> list[torch.Tensor]:
         model(inputs).square().mean().backward()
         optimizer.step()
     optimizer.synchronize()
-    return [parameter.detach().clone() for parameter in model.parameters()] + [
+    return [value.clone() for value in model.state_dict().values()] + [
         value for state in optimizer.state_dict()["state"].values() for value in state.values()
     ]
 
@@ -134,7 +154,7 @@ def test_training_over_a_carrier_is_bit_identical(strategy: str, request: pytest
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("strategy", ["dear", "dear-rb", "dear-16", "oss"])
+@pytest.mark.parametrize("strategy", ["dear", "dear-rb", "dear-16", "oss", "fsdp"])
 def test_updates_in_one_call_are_bit_identical(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, made = _trained(WRAP[strategy]), []
     monkeypatch.setattr(streams, "on_device", lambda _: True)
@@ -220,12 +240,10 @@ def test_the_host_waits_for_nothing_in_a_steady_step(
     inputs = torch.randn(4, 6)
     for _ in range(6):
         buckets = optimizer._engine.order
-        held = [
-            one
-            for bucket in buckets
-            for one in (bucket.gradients.whole, bucket.gradients.shard, bucket.outgoing, bucket.incoming)
-        ]
-        held += [bucket.travelling for bucket in buckets if bucket.sharded]
+        held = [one for bucket in buckets for one in (bucket.gradients.whole, bucket.outgoing, bucket.incoming)]
+        held += [one for bucket in buckets if bucket.sharded for one in (bucket.travelling, bucket.parameters.whole)]
+        there = [bucket for bucket in buckets if not bucket.gradients.offloaded]
+        held += [one for bucket in there for one in (bucket.gradients.shard, *_shards(bucket))]
         waits = _Waits([inputs, *model.parameters(), *held])
         with waits:
             optimizer.zero_grad()
@@ -235,6 +253,10 @@ def test_the_host_waits_for_nothing_in_a_steady_step(
             optimizer.step()
     found = [stack for stack in waits.found if "cuda/staged.py" not in stack]
     assert len(found) <= int(clipped and not optimizer._averages.whole), "\n".join(found)
+
+
+def _shards(bucket: Any) -> list[torch.Tensor]:
+    return [bucket.parameters.shard] if bucket.sharded else []
 
 
 def test_waits_are_seen() -> None:

@@ -15,6 +15,7 @@ import torch
 import dear
 import fsdp
 from overlap.transport.objects import SignatureMismatch
+from tests.spmd.device import DEVICE
 from tests.spmd.models import double_model
 from tests.spmd.training import local_loss, same_everywhere, trained, values_of
 from tests.spmd_plugin import SIZE
@@ -82,7 +83,7 @@ def test_between_passes_a_rank_holds_its_share() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(16)))
     whole = sum(parameter.nbytes for parameter in model.parameters())
     optimizer = dear.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters()), model, strategy="fsdp", threshold_mb=0.02
+        torch.optim.AdamW(model.parameters()), model, strategy="fsdp", threshold_mb=0.02, poison=False
     )
     for step in range(3):
         optimizer.zero_grad()
@@ -94,6 +95,10 @@ def test_between_passes_a_rank_holds_its_share() -> None:
         )
         assert not any(bucket.parameters.there for bucket in buckets), "backward has freed what it used"
         optimizer.step()
+        if DEVICE:
+            assert not any(bucket.gradients.whole.untyped_storage().nbytes() for bucket in buckets)
+            ahead = sum(bucket.parameters.whole.untyped_storage().nbytes() for bucket in buckets)
+            assert ahead <= 4 * max(bucket.nbytes for bucket in buckets), "gathered ahead for the next forward"
         assert len(buckets) > 8
         assert sum(bucket.parameters.shard.nbytes for bucket in buckets) <= 1.1 * whole / SIZE
         state = sum(v.nbytes for each in optimizer.held_state.values() for v in each.values() if v.dim())

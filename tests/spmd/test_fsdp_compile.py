@@ -157,18 +157,21 @@ def _check(way: Way, backend: str = "aot_eager", most: int = 2, **options: Any) 
 
 @pytest.mark.parametrize("units", [False, True], ids=["optimizer", "fully_shard"])
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("way", [_in_place, _made])
+@pytest.mark.parametrize("way", [_in_place, pytest.param(_made, marks=pytest.mark.full)])
 def test_blocks_are_compiled_once_and_train_as_uncompiled(way: Way, before: bool, units: bool) -> None:
     _check(way, before=before, units=units)
 
 
-@pytest.mark.parametrize("way", [_in_place, _made, _leaves, _whole, _whole_in_place])
+@pytest.mark.parametrize(
+    "way",
+    [_in_place, *(pytest.param(way, marks=pytest.mark.full) for way in (_made, _leaves, _whole, _whole_in_place))],
+)
 def test_a_compiled_module_may_hold_several_buckets(way: Way) -> None:
     _check(way, "eager", 4, threshold_mb=0.001, poison=True)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("way", [_whole, _whole_in_place])
+@pytest.mark.parametrize("way", [_whole, pytest.param(_whole_in_place, marks=pytest.mark.full)])
 def test_a_model_is_compiled_as_a_whole_with_a_warning(way: Way, before: bool) -> None:
     with heard(logging.WARNING) as told:
         _check(way, "eager", units=True, before=before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,12 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 import dear
 import fsdp
-from tests.spmd.training import values_of
+from overlap.transport.objects import SignatureMismatch
+from tests.spmd.training import same_everywhere, values_of
 from tests.spmd_plugin import SIZE
 
 WIDTH, WORDS = 12, 101  # neither two, nor three, nor four ranks divide the vocabulary
 AdamW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 Optimizer = Callable[..., torch.optim.Optimizer]
+SOME = next((number for number in (2, 3) if number < SIZE and SIZE % number == 0), 1)  # ranks in each of several groups
+SEVERAL_GROUPS = pytest.mark.skipif(SOME == 1, reason="needs groups of several ranks")
 
 
 class Block(torch.nn.Module):
@@ -407,6 +411,143 @@ def test_settings_may_change_between_steps() -> None:
         twins.check()
 
 
+def _issued(optimizer: Any) -> tuple[int, int]:
+    """The numbers of gathers among all ranks, and in a group of them."""
+    unsharder = optimizer._engine.unsharder
+    return sum(lane.committed for lane in unsharder._lanes), unsharder._group.committed
+
+
+def _shared(optimizer: Any) -> list[Any]:
+    """The buckets of which this rank has a share in its group."""
+    return [bucket for bucket in optimizer.buckets if bucket._share is not None and bucket._share.there]
+
+
+@SEVERAL_GROUPS
+@pytest.mark.parametrize(
+    "options", [{}, {"checkpoints": True}, {"checkpoints": False}, {"per_parameter": True}], ids=str
+)
+def test_backward_gathers_within_groups_of_ranks(options: dict[str, Any]) -> None:
+    twins, other = (_Twins(reshard_after_forward=number, **options) for number in (SOME, True))
+    for step in range(4):
+        loss = _loss(twins.mine, step, dear.rank())
+        outside, inside = _issued(twins.optimizer)
+        loss.backward()
+        assert _issued(twins.optimizer) == (outside, inside + 3), "of five buckets, two are there since forward"
+        other.backward(step)
+        twins.step()
+        other.step()
+    other.check()
+    for mine, value in zip(values_of(twins.mine), values_of(other.mine), strict=True):
+        assert torch.equal(mine, value)
+
+
+@SEVERAL_GROUPS
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_a_rank_has_its_share_of_a_group_between_forward_and_backward(param_dtype: torch.dtype | None) -> None:
+    values = []
+    for number in (SOME, True):
+        torch.default_generator.manual_seed(3)
+        model = torch.nn.Sequential(*(torch.nn.Linear(33, 33) for _ in range(12)))
+        options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype)}
+        for layer in model:
+            fsdp.fully_shard(layer, reshard_after_forward=number, **options)
+        fsdp.fully_shard(model, reshard_after_forward=number, **options)
+        optimizer: Any = AdamW(model.parameters())
+        while_used: list[int] = []
+        model[0].weight.register_hook(
+            lambda _gradient, mine=optimizer, found=while_used: found.append(len(_shared(mine)))
+        )
+        for step in range(3):
+            output = model(torch.full((2, 33), 1.0 + step + dear.rank()))
+            shared = _shared(optimizer)
+            if number is not True:
+                assert len(shared) >= 12 - 5, "beside what is used, four may be whole"
+            for bucket in shared:
+                share = bucket._share.whole
+                assert share.dtype is (param_dtype or torch.float32)
+                assert share.numel() == bucket.spec.padded_numel // SOME
+                assert not bucket.parameters.there
+                assert not bucket._used.there
+            output.square().mean().backward()
+            assert not _shared(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert while_used == [0] * 3, "the last one that is used in backward is whole, and all others are away"
+        values.append(values_of(model))
+    for mine, other in zip(*values, strict=True):
+        assert torch.equal(mine, other)
+
+
+@SEVERAL_GROUPS
+def test_groups_of_ranks_that_leave_out_modules_and_passes() -> None:
+    twins, script = _Twins(reshard_after_forward=SOME), random.Random(dear.broadcast_object(5))
+    for step in range(12):
+        chosen = [[block for block in range(4) if script.random() < 0.6] for _ in _ranks()]
+        if step % 4 == 1:
+            _loss(twins.mine, step, dear.rank())  # no backward follows
+        if step % 4 == 2:
+            with torch.no_grad():
+                _loss(twins.mine, step, dear.rank())
+        twins.backward(step, chosen.__getitem__)
+        if step % 4 == 3:
+            _loss(twins.mine, step, dear.rank())
+        twins.step()
+        assert not _shared(twins.optimizer)
+        twins.check()
+
+
+@SEVERAL_GROUPS
+def test_ranks_out_of_data_give_their_groups_their_shares() -> None:
+    model = _shard(_words(), reshard_after_forward=SOME)
+    optimizer: Any = AdamW(model.parameters())
+    for step in range(1 + dear.rank()):
+        optimizer.zero_grad()
+        _loss(model, step, dear.rank()).backward()
+        optimizer.step()
+    dear.join()
+    assert optimizer._engine.unsharder._group.committed
+    for value in model.state_dict().values():
+        same_everywhere(value)
+
+
+@SEVERAL_GROUPS
+def test_values_that_are_loaded_between_forward_and_backward_of_others_replace_shares() -> None:
+    twins = _Twins(reshard_after_forward=SOME)
+    for step in range(3):
+        _loss(twins.mine, step, dear.rank())  # no backward follows
+        twins.mine.load_state_dict(_words().state_dict())
+        twins.alone.load_state_dict(_words().state_dict())
+        dear.barrier()
+        twins.backward(step)
+        twins.step()
+        twins.check()
+
+
+@SEVERAL_GROUPS
+def test_one_group_for_all_modules_that_have_one() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(3)))
+    fsdp.fully_shard(model[0], reshard_after_forward=SOME)
+    fsdp.fully_shard(model[1], reshard_after_forward=False)
+    fsdp.fully_shard(model, reshard_after_forward=True)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(1, 9)).sum().backward()
+    assert [bucket.plan.residency.name for bucket in reversed(optimizer.buckets)] == [
+        "SHARDED_POST_FORWARD",
+        "FREED_AFTER_BACKWARD",
+        "FREED",
+    ]
+    model.set_reshard_after_forward(True)
+    optimizer.step()
+    model(torch.ones(1, 9)).sum().backward()
+    assert {bucket.plan.residency.name for bucket in optimizer.buckets} == {"FREED"}
+    other = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 9))
+    fsdp.fully_shard(other[0], reshard_after_forward=SOME if dear.rank() else True)
+    fsdp.fully_shard(other, reshard_after_forward=SOME)
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    with pytest.raises(SignatureMismatch, match="post_forward"):
+        other(torch.ones(1, 9))
+
+
 def test_one_call_for_the_whole_model_divides_it() -> None:
     torch.default_generator.manual_seed(3)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
@@ -436,8 +577,9 @@ def test_what_cannot_be_done_is_said_at_once() -> None:
     with pytest.raises(ValueError, match=r"ModuleList has no forward\(\)"):
         fsdp.fully_shard(layers)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    with pytest.raises(NotImplementedError, match="shards parameters among 5 of"):
-        fsdp.fully_shard(model, reshard_after_forward=5)
+    for number in (5, 0, -1, 0.5):
+        with pytest.raises(ValueError, match=rf"reshard_after_forward={number} does not divide the {SIZE} ranks"):
+            fsdp.fully_shard(model, reshard_after_forward=number)  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match="ignored_params holds 2 parameters"):
         fsdp.fully_shard(model, ignored_params=set(model.parameters()))
     with pytest.raises(NotImplementedError, match="shard_placement_fn"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -451,6 +453,206 @@ def test_an_optimizer_that_the_script_has_let_go_of_is_not_there() -> None:
     twins.step()
     twins.zero_grad()
     twins.check()
+
+
+def _train_unevenly(split: str, batches: list[int], parts: int = 1, **options: Any) -> _Twins:
+    """Each rank has as many of the `batches`, in `parts`, and joins then. One process averages over who is there."""
+    twins = _Twins(split, **options)
+    for step in range(batches[dear.rank()]):
+        for part in range(parts):
+            _loss(twins.mine, 10 * step + part, dear.rank()).backward()
+        for each in twins.optimizers:
+            each.step()
+            each.zero_grad()
+    dear.join()
+    for step in range(max(batches)):
+        present = [rank for rank in range(SIZE) if step < batches[rank]]
+        for part in range(parts):
+            for rank in present:
+                (_loss(twins.alone, 10 * step + part, rank) / len(present)).backward()
+        for each in twins.references:
+            each.step()
+            each.zero_grad()
+    return twins
+
+
+@pytest.mark.parametrize("reshard", [None, *(pytest.param(chosen, marks=pytest.mark.full) for chosen in (True, False))])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("most", ["first", pytest.param("last", marks=pytest.mark.full)])
+def test_ranks_out_of_data_give_their_shares_to_all_optimizers(split: str, reshard: bool | None, most: str) -> None:
+    ranks = range(SIZE) if most == "last" else reversed(range(SIZE))
+    twins = _train_unevenly(split, [2 * rank + 1 for rank in ranks], reshard_after_forward=reshard)
+    twins.check()
+    twins.zero_grad()
+    twins.backward(90)
+    twins.step()
+    twins.check()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_ranks_out_of_data_give_their_shares_to_several_backward_passes(split: str) -> None:
+    _train_unevenly(split, [rank + 1 for rank in range(SIZE)], 3).check()
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+def test_ranks_out_of_data_follow_steps_that_leave_out_an_optimizer(reshard: bool | None) -> None:
+    twins = _Twins("by part", reshard_after_forward=reshard)
+    batches = [2 * rank + 2 for rank in range(SIZE)]
+    for step in range(batches[dear.rank()]):
+        for which in (0, 1):
+            _loss(twins.mine, 2 * step + which, dear.rank(), 2 if step % 2 else 4).backward()
+            twins.optimizers[which].step()
+            for each in twins.optimizers:
+                each.zero_grad()
+    dear.join()
+    for step in range(max(batches)):
+        present = [rank for rank in range(SIZE) if step < batches[rank]]
+        for which in (0, 1):
+            for rank in present:
+                (_loss(twins.alone, 2 * step + which, rank, 2 if step % 2 else 4) / len(present)).backward()
+            twins.references[which].step()
+            for each in twins.references:
+                each.zero_grad()
+    twins.check()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("who", ["first", "last"])
+def test_a_rank_may_leave_out_a_pass_or_a_part_of_the_model(split: str, who: str) -> None:
+    """Other ranks wait for its buckets, of all optimizers, and it steps with them."""
+    other = 0 if who == "first" else SIZE - 1
+    twins = _Twins(split)
+    for step in range(6):
+        blocks = [4 if rank != other else (4, 2, None)[step % 3] for rank in range(SIZE)]
+        for rank, used in enumerate(blocks):
+            if used is not None:
+                (_loss(twins.alone, step, rank, used) / SIZE).backward()
+        mine = blocks[dear.rank()]
+        if mine is not None:
+            _loss(twins.mine, step, dear.rank(), mine).backward()
+        twins.step()
+        twins.zero_grad()
+        twins.check()
+
+
+def test_a_rank_may_leave_out_the_pass_of_the_part_that_is_stepped_next() -> None:
+    """As the pass that trains a discriminator, where a step of each follows a pass of its own."""
+    twins = _Twins("by part")
+    for step in range(4):
+        for which in (0, 1):
+            left_out = SIZE - 1 if which == 0 and step > 1 else None  # what is usual is known then
+            for rank in range(SIZE):
+                if rank != left_out:
+                    (_loss(twins.alone, 2 * step + which, rank) / SIZE).backward()
+            if dear.rank() != left_out:
+                _loss(twins.mine, 2 * step + which, dear.rank()).backward()
+            twins.step(slice(which, which + 1))
+            twins.zero_grad()
+        twins.check()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("left_out", ["pass", "backward"])
+def test_a_rank_may_leave_out_what_ranks_that_are_out_of_data_follow(split: str, left_out: str) -> None:
+    """The first rank joins after one step; the last one leaves something out in every other one."""
+    twins = _Twins(split)
+    batches = [1 if rank == 0 else 6 for rank in range(SIZE)]
+
+    def goes_back(step: int, rank: int) -> bool:
+        return rank < SIZE - 1 or step % 2 == 0
+
+    for step in range(batches[dear.rank()]):
+        if goes_back(step, dear.rank()):
+            _loss(twins.mine, step, dear.rank()).backward()
+        elif left_out == "backward":
+            _loss(twins.mine, step, dear.rank())
+        for each in twins.optimizers:
+            each.step()
+            each.zero_grad()
+    dear.join()
+    for step in range(max(batches)):
+        present = [rank for rank in range(SIZE) if step < batches[rank]]
+        for rank in present:
+            if goes_back(step, rank):
+                (_loss(twins.alone, step, rank) / len(present)).backward()
+        for each in twins.references:
+            each.step()
+            each.zero_grad()
+    twins.check()
+
+
+def test_optimizers_gather_as_often_as_one_would() -> None:
+    twins = _Twins()
+    counts = []
+    for step in range(4):
+        twins.backward(step)
+        unsharder = twins.optimizers[0]._engine.unsharder
+        assert unsharder is twins.optimizers[1]._engine.unsharder
+        twins.step()
+        twins.zero_grad()
+        counts.append(unsharder.gathered)
+    each = {after - before for before, after in itertools.pairwise(counts[1:])}
+    buckets = sum(len(each.buckets) for each in twins.optimizers)
+    assert len(each) == 1
+    assert buckets < each.pop() <= 2 * buckets
+
+
+class Choosing(torch.nn.Module):
+    """Of its layers, each pass uses those that are `chosen`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.head = torch.nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        for number in chosen:
+            x = x + torch.tanh(self.layers[number](x))
+        return self.head(x)
+
+
+def _train_choosing(seed: int, rank: int | None) -> list[torch.Tensor]:
+    """Each rank leaves out modules of its own, backward, or all of a step; or steps leave out optimizers, on all alike."""
+    script = random.Random(seed)
+    torch.default_generator.manual_seed(3)
+    model: Any = Choosing().double()
+    kind, room = script.choice(["shape", "part", "three"]), script.choice([None, True, False])
+    if rank is not None:
+        for layer in model.layers:
+            fsdp.fully_shard(layer, reshard_after_forward=room)
+        fsdp.fully_shard(model, reshard_after_forward=room)
+    every = list(model.parameters())
+    parts = {
+        "shape": [every[::2], every[1::2]],
+        "part": [every[:6], every[6:]],
+        "three": [every[k::3] for k in range(3)],
+    }
+    optimizers = [SGD(part) for part in parts[kind]]
+    some = script.random() < 0.5  # steps leave out optimizers
+    for step in range(4):
+        for other in range(SIZE):
+            chosen = [number for number in range(6) if script.random() < 0.6]
+            part = script.choice(["all", "all", "all", "forward", "all" if some else "nothing"]) if step else "all"
+            generator = torch.Generator().manual_seed(100 * step + other)
+            x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+            if rank in (None, other) and part != "nothing":
+                loss = model(x, chosen).square().mean() / (SIZE if rank is None else 1)
+                if part == "all":
+                    loss.backward()
+        left_out = script.choice([*range(len(optimizers)), None]) if some and step else None
+        for number, optimizer in enumerate(optimizers):
+            if number != left_out:
+                optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return values_of(model)
+
+
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 50))])
+def test_ranks_may_leave_out_modules_and_passes(seed: int) -> None:
+    expected, actual = _train_choosing(seed, None), _train_choosing(seed, dear.rank())
+    for mine, value in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, value, rtol=1e-10, atol=1e-11)
 
 
 @SEVERAL

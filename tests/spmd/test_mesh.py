@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import fsdp
 from overlap.horovod.controller.enqueue import runtime
 from overlap.transport.objects import SignatureMismatch
 from tests.spmd.models import double_model
-from tests.spmd.strategies import OPTIMIZERS, WRAP
+from tests.spmd.strategies import OF_SETS, OPTIMIZERS, WRAP
 from tests.spmd.training import assert_close, local_loss, same_everywhere, values_of
 from tests.spmd_plugin import SIZE
 
@@ -25,13 +24,7 @@ TENSOR = 2 if SIZE == 4 else 1  # 2 × 2 of four ranks; all are along "data" els
 DATA = SIZE // TENSOR
 SEVERAL = pytest.mark.skipif(SIZE == 1, reason="one rank has no others")
 
-
-@pytest.fixture(autouse=True)
-def sets_of_a_test() -> Iterator[None]:
-    """Other tests register sets of such ranks, and a session has each once."""
-    yield
-    for each in _registered():
-        dear.remove_process_set(each)
+pytestmark = pytest.mark.usefixtures("sets_of_a_test")
 
 
 def _registered() -> list[dear.ProcessSet]:
@@ -188,12 +181,12 @@ def _check(strategy: str, make: str, steps: int = 3) -> None:
 
 
 @pytest.mark.parametrize("make", ["sgd", "adamw"])
-@pytest.mark.parametrize("strategy", WRAP)
+@pytest.mark.parametrize("strategy", OF_SETS)
 def test_gradients_are_averaged_along_one_axis(strategy: str, make: str) -> None:
     _check(strategy, make)
 
 
-@pytest.mark.parametrize("strategy", WRAP)
+@pytest.mark.parametrize("strategy", OF_SETS)
 def test_replicas_are_models_of_their_own(strategy: str) -> None:
     """As the parts of one that is split along another axis: of other shapes, with another optimizer, and other steps."""
     mesh, number = _mesh(), _replica()

@@ -12,11 +12,12 @@ import osdp
 from fsdp.optimizer import Fsdp
 from osdp.memory_plan import MARGIN
 from osdp.watching import Watching
-from overlap.job.memory import Peak
+from overlap.job.memory.counted import Peak, resident_bytes
 from overlap.optimizer.arguments import SharedArguments
 from overlap.optimizer.distributed import DistributedOptimizer as Shell
 from overlap.plan.partition import BucketSpec
 from overlap.plan.plan import Residency
+from tests.spmd.device import DEVICE
 from tests.spmd.training import local_loss, values_of
 from tests.spmd_plugin import SIZE
 
@@ -24,10 +25,14 @@ MB = 2**20
 
 
 class Mixed(Fsdp):
-    """Every way for a bucket to be whole, in turn."""
+    """Every way for a bucket to be whole on a rank, in turn."""
+
+    post_forward_ranks = SIZE // 2 if SIZE % 2 == 0 else SIZE
 
     def residency(self, spec: BucketSpec) -> Residency:
-        return list(Residency)[spec.tensors[0] // 2 % len(Residency)]
+        on_hosts = {Residency.HOST, Residency.FREED_IN_STEP_ON_HOST} if DEVICE else {Residency.HOST}
+        ways = [each for each in Residency if each not in on_hosts]
+        return ways[spec.tensors[0] // 2 % len(ways)]
 
 
 def _model(layers: int = 9) -> torch.nn.Module:
@@ -85,6 +90,38 @@ def test_buckets_that_are_kept_until_the_step_are_gathered_once() -> None:
         assert unsharder.gathered - before == (len(optimizer.buckets) if step == 0 else 0), "step() has begun with it"
         optimizer.step()
         optimizer.zero_grad()
+
+
+class Tied(torch.nn.Module):
+    """The head has the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(16, 9), torch.nn.Linear(9, 16, bias=False)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(9, 9) for _ in range(12))
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def test_backward_of_a_tied_model_does_not_begin_with_all_of_it() -> None:
+    model = Tied()
+    optimizer = Shell(torch.optim.SGD(model.parameters(), 0.1), model, Fsdp(None, 1, None), SharedArguments())
+    buckets = optimizer._engine.unsharder.buckets
+    there: list[int] = []
+    model.layers[10].register_full_backward_hook(
+        lambda *_: there.append(sum(each.parameters.there for each in buckets))
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.arange(6)).square().mean().backward()
+        optimizer.step()
+    assert len(buckets) == 13
+    assert max(there[1:]) <= 7, "the weight, what is used, and four ahead"
 
 
 # - The choice, under a limit
@@ -146,6 +183,21 @@ def test_results_are_those_of_other_strategies_at_any_limit(limit: str, monkeypa
             assert SIZE > 2 or torch.equal(value, expected), strategy
     for value, expected in zip(mine, _trains(None)[0], strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(SIZE != 4, reason="needs two groups of two ranks")
+def test_groups_of_ranks_have_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = (WIDTH + 1) * WIDTH * 4
+    _fixed(monkeypatch, 500 * MB)
+    limit = (500 * MB + 2.4 * layer) / (1 - MARGIN) / 2**30 + 1e-6
+    mine, optimizer = _trains("osdp", memory_limit_gb=limit, shard_group=2)
+    plan = optimizer._planned.plan
+    assert plan.kept
+    assert plan.freed
+    assert plan.job.network.workers == 2
+    assert dear.allgather_object(plan.residencies) == [plan.residencies] * SIZE
+    for value, expected in zip(mine, _trains("fsdp", shard_group=2)[0], strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_every_rank_decides_the_same_and_by_the_rank_that_takes_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +325,27 @@ def test_the_published_example(built: bool) -> None:
     late = torch.optim.SGD(sharded_module.parameters(), 0.1)
     with pytest.raises(RuntimeError, match=r"SGD.step\(\): parameters of this optimizer are sharded already"):
         late.step()
+
+
+def test_the_module_tells_the_peak_of_its_rank_once_the_plan_is_settled() -> None:
+    sharded = osdp.OptimalShardedDataParallel(_model(), [], 65536)
+    optim: Any = torch.optim.SGD(sharded.parameters(), lr=0.01)
+    known: list[bool] = []
+    for step in range(30):
+        local_loss(sharded, step).backward()
+        assert (sharded.peak_bytes is None) is (step == 0 or optim.tuning)
+        optim.step()
+        known.append(not optim.tuning)
+    assert known.count(False) >= 3
+    assert known[-1]
+    peak = sharded.peak_bytes
+    assert peak is not None
+    assert resident_bytes() / 2 < peak < 65536 * MB
+    held = torch.ones(64 * MB, dtype=torch.uint8)  # counts as anything of the process
+    local_loss(sharded, 30).backward()
+    optim.step()
+    assert sharded.peak_bytes >= peak + 48 * MB
+    del held
 
 
 def test_what_the_module_cannot_take() -> None:

@@ -117,7 +117,7 @@ def test_weights_are_loaded_into_shares(strategy: str, max_shard_mb: float, fold
 
 
 def test_a_rank_reads_its_share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from overlap.optimizer import pretrained
+    from overlap.optimizer.saving import pretrained
 
     model, _optimizer = _wrapped("fsdp")
     dear.save_pretrained(model, folder)

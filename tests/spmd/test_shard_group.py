@@ -17,7 +17,7 @@ from tests.spmd.training import local_loss, same_everywhere, same_values
 from tests.spmd_plugin import RANK, SIZE
 
 pytestmark = pytest.mark.skipif(SIZE != 4, reason="needs two groups of two ranks")
-STRATEGIES = ["dear", "fsdp"]
+STRATEGIES = ["dear", "fsdp", "osdp"]
 
 
 def _trained(strategy: str, shard_group: Any, steps: int = 3, **options: Any) -> tuple[torch.nn.Module, Any]:
@@ -119,7 +119,7 @@ def test_fully_shard_over_two_axes(mesh: str) -> None:
     saved = model.state_dict()
     for name, value in _alone().state_dict().items():
         torch.testing.assert_close(saved[name], value, rtol=1e-11, atol=1e-12)
-    assert optimizer._engine.unsharder._lanes[0].size == 2
+    assert optimizer._engine.unsharder._first.lanes[0].size == 2
 
 
 def test_ranks_of_different_groups_use_different_modules() -> None:

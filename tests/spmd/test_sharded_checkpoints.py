@@ -18,6 +18,7 @@ import co2
 import dear
 from overlap.optimizer.distributed import DistributedOptimizer
 from overlap.state.chunks import Chunked
+from overlap.state.regions import region_of
 from tests.spmd.models import double_model
 from tests.spmd.strategies import OPTIMIZERS, OWNED
 from tests.spmd.strategies import WRAP as WAYS
@@ -267,7 +268,7 @@ def test_what_two_ranks_have_saved(folder: Path) -> None:
                 return value
             flat, middle = value.detach().contiguous().view(-1), value.numel() // 2 + 1
             part = flat[:middle] if dear.rank() == 0 else flat[middle:]
-            return Chunked(value.contiguous(), 0 if dear.rank() == 0 else middle, part)
+            return Chunked(value.contiguous(), 0 if dear.rank() == 0 else middle, part, region_of(value))
 
         state = {
             "model": {name: cut(value) for name, value in own.items()},
@@ -444,6 +445,7 @@ def test_several_optimizers_and_a_compiled_model(folder: Path) -> None:
 
 
 @SEVERAL
+@pytest.mark.usefixtures("sets_of_a_test")
 def test_the_ranks_of_a_process_set_are_refused(folder: Path) -> None:
     ranks = dear.add_process_set([0])
     model = double_model("Mlp")

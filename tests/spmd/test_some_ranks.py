@@ -28,14 +28,12 @@ PARTS = {
 
 
 @pytest.fixture(autouse=True)
-def sets_and_group_of_a_test() -> Iterator[None]:
-    """Other tests register sets of such ranks, and a session has each once; one rank has no default group by itself."""
+def group_of_a_test(sets_of_a_test: None) -> Iterator[None]:
+    """One rank has no default group by itself."""
     mine = not dist.is_initialized()
     if mine:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    for each in list(runtime()._registered.values()):
-        dear.remove_process_set(each)
     if mine:
         dist.destroy_process_group()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dear
+import pipe
 from tests.spmd.models import MODELS
 from tests.spmd.strategies import STRATEGIES
 
@@ -57,6 +58,33 @@ def test_every_rank_records_what_it_did(strategy: str, folder: Path) -> None:
         assert len(bucketed) % 3 == 0
         assert bucketed
         assert all(event["args"]["bytes"] > 0 for event in bucketed)
+
+
+@pytest.mark.usefixtures("sets_of_a_test")
+def test_micro_batches_of_a_pipeline_have_numbers(folder: Path) -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(dear.size())))
+    model = pipe.Pipe(
+        layers,
+        [1] * dear.size(),
+        mesh=dear.Mesh(data=1, pipeline=-1),
+        chunks=4,
+        loss=lambda output, target: (output - target).square().mean(),
+    )
+    x = torch.ones(4, 3)
+    model.step(x, target=x)  # torch makes a pass before it, in which it learns shapes
+    dear.start_timeline(folder / "trace-{rank}.json")
+    model.step(x, target=x)
+    dear.stop_timeline()
+    ahead = dear.size() - dear.rank()  # 1F1B: so many micro-batches go forward before one comes back
+    wanted = [f"forward {number}" for number in range(ahead)]
+    for number in range(4):
+        wanted.append(f"backward {number}")
+        if number + ahead < 4:
+            wanted.append(f"forward {number + ahead}")
+    events = _events(folder / f"trace-{dear.rank()}.json")
+    assert [event["name"] for event in events if event.get("cat") == "phase"] == (
+        wanted if dear.size() > 1 else [f"{way} {number}" for number in range(4) for way in ("forward", "backward")]
+    )
 
 
 def test_without_a_rank_in_the_path_rank_0_records(folder: Path) -> None:

@@ -5,6 +5,7 @@
 
 #include "../schedule/planner.hpp"
 #include "../signature.hpp"
+#include "comm_core/errors.hpp"
 
 namespace comm_core {
 namespace {
@@ -91,6 +92,10 @@ void Group::split(std::optional<int> color, int key, std::shared_ptr<Work> work,
   Item item = split_item(color, key, std::move(hand_over));
   item.work = std::move(work);
   collectives_->add(std::move(item));
+}
+
+std::shared_ptr<Group> Group::part(const std::vector<int>&, const std::string&) {
+  throw Unsupported("part: these ranks have to agree on a new group; all of them call split()");
 }
 
 void Group::post(int peer, std::string payload, std::shared_ptr<Work> work) {

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "abandonment.hpp"
 #include "comm_core/operation.hpp"
@@ -38,6 +39,8 @@ class Group {
   void submit(Operation operation, std::shared_ptr<Work> work, KeepAlive memory);
   /// Collective. Runs after all operations submitted before it.
   void split(std::optional<int> color, int key, std::shared_ptr<Work> work, HandOver hand_over);
+  /// The group of these ranks, of which this is one; they give the same name, and no other part has it. Not collective.
+  virtual std::shared_ptr<Group> part(const std::vector<int>& ranks, const std::string& name);
   void post(int peer, std::string payload, std::shared_ptr<Work> work);
   /// Collective: fails what is unfinished here, and takes what others had sent for it. Once is enough: a later call
   /// waits for the first to come to its end.

@@ -1,7 +1,9 @@
 #include "runtime.hpp"
 
+#include <exception>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "comm_core/errors.hpp"
 #include "comm_core/process.hpp"
@@ -49,6 +51,22 @@ class GroupBackend final : public Backend {
       if (group) *slot = runtime.backend_of(std::move(group), name);
     };
     runtime_.post([=, group = group_] { group->split(color, key, work, hand_over); }, work);
+    return birth;
+  }
+
+  Birth part(std::vector<int> ranks, std::string name, std::shared_ptr<Work> work) override {
+    Birth birth{work};
+    const auto make = [&runtime = runtime_, group = group_, kind = name_, slot = birth.backend,
+                       ranks = std::move(ranks), name = std::move(name), work] {
+      std::exception_ptr error;
+      try {
+        *slot = runtime.backend_of(group->part(ranks, name), kind);
+      } catch (...) {
+        error = std::current_exception();  // of this group, and not of the engine
+      }
+      work->finish(error);
+    };
+    runtime_.post(make, work);
     return birth;
   }
 

@@ -3,7 +3,9 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "../engine/letterbox.hpp"
 #include "../schedule/planner.hpp"
@@ -36,6 +38,10 @@ class LocalBackend final : public Backend {
     if (color) *birth.backend = make_local_backend();
     birth.work->finish();
     return birth;
+  }
+
+  Birth part(std::vector<int>, std::string, std::shared_ptr<Work> work) override {
+    return split(0, 0, std::move(work));
   }
 
   void post(int, std::string payload, std::shared_ptr<Work> work) override {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <limits>
+#include <string_view>
 #include <utility>
 
 #include "../layout.hpp"
@@ -75,13 +76,28 @@ class TcpAbandonment final : public Abandonment {
   bool quiet() const override { return over(); }
 };
 
-/// FNV-1a, of whatever all members of a new group know of it.
-GroupId id_of(GroupId parent, std::uint64_t split, int color) {
-  GroupId id = 0xcbf2'9ce4'8422'2325;
-  for (const std::uint64_t part : {parent, split, static_cast<std::uint64_t>(color)}) {
-    for (int shift = 0; shift < 64; shift += 8) id = (id ^ (part >> shift & 0xff)) * 0x100'0000'01b3;
+/// FNV-1a.
+class Hash {
+ public:
+  Hash& add(std::uint64_t number) {
+    for (int shift = 0; shift < 64; shift += 8) add_byte(number >> shift & 0xff);
+    return *this;
   }
-  return id;
+  Hash& add(std::string_view text) {
+    for (const char letter : text) add_byte(static_cast<unsigned char>(letter));
+    return *this;
+  }
+  GroupId value() const { return value_; }
+
+ private:
+  void add_byte(std::uint64_t byte) { value_ = (value_ ^ byte) * 0x100'0000'01b3; }
+
+  GroupId value_ = 0xcbf2'9ce4'8422'2325;
+};
+
+/// Of whatever all members of a new group know of it.
+GroupId id_of(GroupId parent, std::uint64_t split, int color) {
+  return Hash().add(parent).add(split).add(static_cast<std::uint64_t>(color)).value();
 }
 
 }  // namespace
@@ -172,6 +188,13 @@ Item TcpGroup::split_item(std::optional<int> color, int key, HandOver hand_over)
         make(groups(), world_, id_of(id_, number, static_cast<int>(chosen)), std::move(ranks), comm_core::settings()));
   };
   return {split_signature(), gather, nullptr, choices, divide};
+}
+
+std::shared_ptr<Group> TcpGroup::part(const std::vector<int>& ranks, const std::string& name) {
+  std::vector<int> members;
+  for (const int rank : ranks) members.push_back(members_[static_cast<std::size_t>(rank)]);
+  const auto id = Hash().add(id_).add(name).value();
+  return make(groups(), world_, id, std::move(members), comm_core::settings());
 }
 
 std::unique_ptr<Abandonment> TcpGroup::make_abandonment(std::shared_ptr<Work> work) {

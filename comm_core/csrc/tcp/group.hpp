@@ -23,6 +23,7 @@ class TcpGroup final : public Group {
 
   GroupId id() const noexcept { return id_; }
   World& world() const noexcept { return *world_; }
+  std::shared_ptr<Group> part(const std::vector<int>& ranks, const std::string& name) override;
   /// Ranks of the world, by those of the group.
   const std::vector<int>& members() const noexcept { return members_; }
   bool has(int world_rank) const;

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "comm_core/operation.hpp"
 #include "comm_core/work.hpp"
@@ -42,6 +43,9 @@ class Backend {
   virtual void submit(Operation operation, std::shared_ptr<Work> work, KeepAlive memory) = 0;
   /// Collective. Runs after all operations submitted before it.
   virtual Birth split(std::optional<int> color, int key, std::shared_ptr<Work> work) = 0;
+  /// The group of these ranks, of which this is one. Not collective: all of them give the same, and a name that no
+  /// other part has.
+  virtual Birth part(std::vector<int> ranks, std::string name, std::shared_ptr<Work> work);
   /// Sends a letter that no matching call waits for.
   virtual void post(int peer, std::string payload, std::shared_ptr<Work> work) = 0;
   /// The next letter; nullopt when `timeout` (see deadline_after()) passes or `interrupted` asks to return.

@@ -98,6 +98,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<std::int64_t> all_gather_counts(std::int64_t send_count, const Interrupted& interrupted);
   /// Collective and blocking. Null on ranks without a color.
   std::shared_ptr<Communicator> split(std::optional<int> color, int key, const Interrupted& interrupted);
+  /// A communicator of these `ranks`, in this order, over the connections that there are. On every one of them, and on
+  /// no other; no rank waits for another. Throws Unsupported where a backend cannot do without that.
+  std::shared_ptr<Communicator> part(std::vector<int> ranks, std::string name, const Interrupted& interrupted);
   /// Collective and blocking: a communicator of the same ranks with these `levels`. Throws InvalidUsage, the same on
   /// all ranks, where they differ or are no groups of equal size; Unsupported where it moves a device's memory.
   std::shared_ptr<Communicator> with(Levels levels, const Interrupted& interrupted);

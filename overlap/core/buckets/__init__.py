@@ -1,1 +1,1 @@
-"""The buckets of an optimizer: learned in the first iteration, planned, extended, and rebuilt."""
+"""The buckets of an optimizer, and their memory: learned in the first iteration, planned, extended, and rebuilt."""

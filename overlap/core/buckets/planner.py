@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from overlap.core.bucket import Bucket, Slot
+from overlap.core.buckets.freed import FreedBucket
 from overlap.core.buckets.heap import Freed
+from overlap.core.buckets.host_bucket import HOST_COLLECTIVES, HostBucket
 from overlap.core.feature import StatePlacement
-from overlap.core.freed import FreedBucket
 from overlap.core.handles import outlives, shared
 from overlap.core.master_weights import MakeMaster
 from overlap.core.shards import ShardUpdate
 from overlap.core.wire import COLLECTIVES, Exchange
+from overlap.job.memory.host_memory import HostMemory
 from overlap.plan.groups import Groups, members_of, plan_groups
 from overlap.plan.partition import TensorSpec, lane_of
 from overlap.plan.plan import BucketPlan, Facts, Plan, Updates
@@ -31,7 +34,7 @@ class Planner:
     """Builds the buckets of one optimizer into `order`, the agreed order of issue. It communicates nothing.
 
     Everything it decides from is the same on every rank: rank 0's facts, the slots, the strategy. With `make_master`,
-    parameters travel rounded.
+    parameters travel rounded. `host` makes the memory of what lies there; its ranks tell each other where.
     """
 
     def __init__(
@@ -47,9 +50,10 @@ class Planner:
         lanes: int,
         make_master: MakeMaster | None,
         sharers: Communicator | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self._comm, self._sharers, self.slots = comm, comm if sharers is None else sharers, slots
-        self._exchange, self._lanes, self._make_master = exchange, lanes, make_master
+        self._exchange, self._lanes, self._make_master, self._host = exchange, lanes, make_master, host
         self.strategy, self.shards, self._groups, self._states = strategy, shards, groups, states
         self.order: list[Bucket] = []
         self._facts: Facts | None = None  # about the parameters in buckets
@@ -236,18 +240,23 @@ class Planner:
 
     def _bucket(self, strategy: Strategy, number: int, plan: BucketPlan, slots: list[Slot]) -> Bucket:
         on_cpu = slots[0].param.is_cpu  # where a buffer that is not used takes no memory
-        return (FreedBucket if plan.freed else Bucket)(
+        make: Callable[..., Bucket] = FreedBucket if plan.freed else Bucket
+        if plan.on_host:
+            assert self._host is not None, "whose plan has parameters on hosts is given their memory"
+            make = partial(HostBucket, host=self._host)
+        return make(
             number,
             plan,
             slots,
             rank=self._sharers.rank,
             world_size=self._sharers.size,
-            collectives=strategy.collectives or COLLECTIVES,
+            collectives=strategy.collectives or (HOST_COLLECTIVES if plan.on_host else COLLECTIVES),
             op=self._exchange.op,
             make_master=self._make_master,
             carried=strategy.carries and self._comm.rounds,
             lone=on_cpu and self._comm.size == 1 and self._exchange.plain and strategy.updates is Updates.WHOLE,
             lane=lane_of(plan.spec.shares(self._sharers.size), self._lanes),
+            offload=self._comm.streams if strategy.offload else None,
         )
 
 

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
+from overlap.plan.simulation.cores import Cores
+
 __all__ = ["Compute", "Cost", "Operation", "Program", "Run", "Span", "Step", "Wire", "run", "shared"]
 
 _NOTHING = 1e-12
@@ -19,17 +21,22 @@ _NOTHING = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of an operation alone: `latency` passes whatever else is on the wire, `transfer` shares it."""
+    """The cost of an operation alone: `latency` passes whatever else is on the wire, `transfer` shares it.
+
+    `processor`: the processor seconds of each rank that it takes.
+    """
 
     latency: float
     transfer: float
+    processor: float = 0.0
 
     @property
     def seconds(self) -> float:
         return self.latency + self.transfer
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.latency + other.latency, self.transfer + other.transfer)
+        processor = self.processor + other.processor
+        return Cost(self.latency + other.latency, self.transfer + other.transfer, processor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +50,18 @@ class Span:
 
 
 class Operation:
-    """One collective; `then` is called when it is done. `most`: the share of the wire that it can use."""
+    """One collective; `then` is called when it is done. `most`: the share of the wire that it can use.
 
-    __slots__ = ("begun", "done", "label", "latency", "left", "most", "then")
+    `cores`: those of each rank that it keeps busy while it has the wire alone.
+    """
+
+    __slots__ = ("begun", "cores", "done", "label", "latency", "left", "most", "then")
 
     def __init__(self, label: str, cost: Cost, then: Callable[[], None] | None = None, most: float = 1.0) -> None:
         self.label, self.then, self.most, self.done = label, then, most, False
         self.begun = 0.0  # when it was the first of its lane
         self.latency, self.left = cost.latency, cost.transfer
+        self.cores = cost.processor / cost.seconds if cost.seconds else 0.0
 
 
 class Wire:
@@ -70,15 +81,25 @@ class Wire:
     def busy(self) -> bool:
         return any(self._lanes.values())
 
+    @property
+    def cores(self) -> float:
+        """The cores of each rank that what is on the wire keeps busy now."""
+        starting, moving = self._first()
+        return sum(one.cores for one in starting) + sum(one.cores * share for one, share in moving)
+
+    def _first(self) -> tuple[list[Operation], list[tuple[Operation, float]]]:
+        """The first operations of all lanes: those that are starting, and those that move bytes with their shares."""
+        first = [lane[0] for lane in self._lanes.values() if lane]
+        flowing = [operation for operation in first if operation.latency <= _NOTHING]
+        shares = shared([operation.most for operation in flowing]) if flowing else []
+        return [one for one in first if one.latency > _NOTHING], list(zip(flowing, shares, strict=True))
+
     def advance(self, most: float) -> float:
         """Let at most `most` seconds pass, or as many as pass before something changes; returns how many did."""
-        first = [lane[0] for lane in self._lanes.values() if lane]
-        if not first:
+        starting, moving = self._first()
+        if not starting and not moving:
             self._now += most
             return most
-        starting = [operation for operation in first if operation.latency > _NOTHING]
-        flowing = [operation for operation in first if operation.latency <= _NOTHING]
-        moving = list(zip(flowing, shared([operation.most for operation in flowing]), strict=True))
         seconds = min(most, *(operation.latency for operation in starting), *(op.left / share for op, share in moving))
         for operation in starting:
             operation.latency -= seconds
@@ -143,11 +164,10 @@ class Run:
         return sum(self.waits.values())
 
 
-def run(program: Program, wire: Wire, *, contention: float = 0.0) -> Run:
+def run(program: Program, wire: Wire, cores: Cores | None = None) -> Run:
     """Run `program` to its end. It begins a step more than it runs.
 
-    `contention`: so much longer, as a share, takes what is computed while something is on the wire, as where the same cores
-    move the bytes.
+    `cores`: those that compute and also move the bytes. None: computation takes none, as on a GPU.
     """
     now = 0.0
     begun: list[float] = []
@@ -167,7 +187,7 @@ def run(program: Program, wire: Wire, *, contention: float = 0.0) -> Run:
         else:
             left, since = what.seconds, now
             while left > _NOTHING:
-                pace = 1 + contention if wire.busy else 1.0
+                pace = 1.0 if cores is None else cores.stretched(wire.cores)
                 passed = wire.advance(left * pace)
                 now, left = now + passed, left - passed / pace
             spans.append(Span("thread", what.kind, since, now))

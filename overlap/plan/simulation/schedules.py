@@ -44,7 +44,7 @@ def decoupled(
         program = _early(work, network, buckets, wire)
     else:
         program = _decoupled(work, network, buckets, frozenset(whole), lanes, wire, steps)
-    return run(program, wire, contention=work.contention)
+    return run(program, wire, work.cores)
 
 
 def _decoupled(
@@ -186,7 +186,7 @@ def all_reduced(work: Workload, network: Medium, buckets: Sequence[Bucket]) -> R
     `buckets`: in the order in which they are complete.
     """
     wire = Wire()
-    return run(_all_reduced(work, network, buckets, wire), wire, contention=work.contention)
+    return run(_all_reduced(work, network, buckets, wire), wire, work.cores)
 
 
 def _all_reduced(work: Workload, network: Medium, buckets: Sequence[Bucket], wire: Wire) -> Program:
@@ -219,7 +219,7 @@ def negotiated(work: Workload, network: Medium, *, threshold: float, cycle: floa
     and the wire waits meanwhile.
     """
     wire = Wire()
-    return run(_negotiated(work, network, threshold, cycle, copy, wire), wire, contention=work.contention)
+    return run(_negotiated(work, network, threshold, cycle, copy, wire), wire, work.cores)
 
 
 def _negotiated(work: Workload, network: Medium, threshold: float, cycle: float, copy: float, wire: Wire) -> Program:
@@ -269,7 +269,7 @@ def by_priority(work: Workload, network: Medium, *, partition: float, credit: fl
     Rank 0 decides, and the others hear of it in a message. They wait for it where nothing else is under way meanwhile.
     """
     wire = Wire()
-    return run(_by_priority(work, network, wire, partition, credit, steps), wire, contention=work.contention)
+    return run(_by_priority(work, network, wire, partition, credit, steps), wire, work.cores)
 
 
 def _by_priority(work: Workload, network: Medium, wire: Wire, partition: float, credit: float, steps: int) -> Program:

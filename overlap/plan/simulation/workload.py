@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from overlap.plan.simulation.cores import Cores
+
 __all__ = ["Bucket", "Costs", "Layer", "Workload", "fused", "in_one_order", "owned", "per_tensor"]
 
 
@@ -33,11 +35,11 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model as layers in the order of forward. `contention`: see :func:`overlap.plan.simulation.events.run`."""
+    """A model as layers in the order of forward. `cores`: see :func:`overlap.plan.simulation.events.run`."""
 
     layers: tuple[Layer, ...]
     costs: Costs = Costs()
-    contention: float = 0.0
+    cores: Cores | None = None
 
     @property
     def nbytes(self) -> int:

@@ -61,6 +61,7 @@ class DeviceCommunicator(Communicator):
         self.rank, self.size, self.backend, self.name = host.rank, host.size, host.backend, host.name
         self._kind = streams.kind
         self.place = torch.device(streams.kind, streams.device)
+        self.host_waits = carrier.through_host
 
     @property
     def shard_rank(self) -> int:

@@ -79,6 +79,13 @@ class Streams:
         for tensor in touched:
             tensor.record_stream(self._side)
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A context in which the side stream is the current one, after what the thread's own was given so far."""
+        self._side.wait_stream(torch.cuda.current_stream(self._place))
+        with torch.cuda.stream(self._side):
+            yield
+
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the side stream."""
         with torch.cuda.stream(self._side):
@@ -115,6 +122,14 @@ class Streams:
                 there.copy_(host, non_blocking=True)
                 there.record_stream(chosen)  # who lets go of it meanwhile may use another stream
         return self._moment(chosen)
+
+    def put(self, there: torch.Tensor, host: torch.Tensor) -> Moment:
+        """Copy pinned memory to the device on the current stream. Does not block.
+
+        Until the moment that this gives, neither's memory may be given back or written to.
+        """
+        there.copy_(host, non_blocking=True)
+        return self._moment(torch.cuda.current_stream(self._place))
 
     def _moment(self, stream: torch.cuda.Stream) -> Moment:
         event = torch.cuda.Event()

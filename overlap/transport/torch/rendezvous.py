@@ -24,9 +24,18 @@ from comm_core import TransportError
 from overlap.transport.torch.interfaces import VARIABLE, Address, other_host, own_addresses, refusal, toward
 from overlap.transport.torch.variables import Variables
 
-__all__ = ["ENVIRONMENT", "Rendezvous", "begin_group", "connecting", "corner_of", "join_world", "name_interface"]
+__all__ = [
+    "ATTEMPT",
+    "ENVIRONMENT",
+    "Rendezvous",
+    "begin_group",
+    "connecting",
+    "corner_of",
+    "join_world",
+    "name_interface",
+]
 
-_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # how often torchrun has started its ranks again; its store stays
 _CONNECT = datetime.timedelta(minutes=2)  # for ranks that have all arrived at the store
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.5  # between two looks at whether all have come
 _TELL_SECONDS = 1.0
@@ -46,7 +55,7 @@ def join_world(
 
     The interface is named to gloo until what is returned is restored. `awaited` hears of the ranks that have not come.
     """
-    attempt = os.environ.get(_ATTEMPT)
+    attempt = os.environ.get(ATTEMPT)
     corner = f"dear/session-{session}" if attempt is None else f"dear/attempt-{attempt}/session-{session}"
     retry_until = time.monotonic() + _RETRY_SECONDS if init_method.startswith("tcp:") and rank != 0 else 0.0
     while True:
@@ -138,7 +147,7 @@ class Rendezvous:
         self, store: Any, corner: str, patience: datetime.timedelta = _PATIENCE, *, attempts: bool = False
     ) -> None:
         self._store, self._corner, self.patience = store, corner, patience
-        self._attempt = "" if attempts else f"attempt-{os.environ.get(_ATTEMPT, 0)}/"
+        self._attempt = "" if attempts else f"attempt-{os.environ.get(ATTEMPT, 0)}/"
 
     def connect(self, prefix: str) -> Any:
         """A store by a connection of its own, so that a blocking wait on it holds up nobody else."""

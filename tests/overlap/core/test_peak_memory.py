@@ -49,7 +49,7 @@ KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**2
 @pytest.mark.parametrize(
     ("strategy", "env"),
     [
-        pytest.param("dear", KEPT, id="dear-kept"),
+        pytest.param("dear", KEPT, id="dear-kept", marks=pytest.mark.full),
         pytest.param("oss", {}, id="oss-as-ever"),
         pytest.param("dear", {}, id="dear-as-ever", marks=pytest.mark.full),
         pytest.param("oss", KEPT, id="oss-kept", marks=pytest.mark.full),

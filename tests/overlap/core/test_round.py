@@ -14,7 +14,7 @@ from overlap.core.round import Round, Stage
 from overlap.plan.partition import BucketSpec
 from overlap.plan.plan import BucketPlan
 
-HOST: Any = SimpleNamespace(rank=0, size=1, streams=None)
+HOST: Any = SimpleNamespace(rank=0, size=1, streams=None, host_waits=True)
 
 
 def _bucket(phase: Phase, done: bool | None) -> Any:
@@ -26,7 +26,7 @@ def _bucket(phase: Phase, done: bool | None) -> Any:
 def _round(order: list[Any], monkeypatch: pytest.MonkeyPatch, away: tuple[int, ...] = ()) -> tuple[Round, list[Any]]:
     settled: list[Any] = []
     planner: Any = SimpleNamespace(slots=[], order=order, shards=None)
-    nothing: Any = SimpleNamespace()
+    nothing: Any = SimpleNamespace(gradient_memory=SimpleNamespace(used=False))
     others: Any = SimpleNamespace(away=away)
     round = Round(
         planner, [HOST], nothing, nothing, nothing, others, (), passes=1, hold_last=True, ordered=True, deferred=False
@@ -87,7 +87,7 @@ def test_where_ranks_have_joined_averages_are_multiplied_and_sums_are_not(averag
     planner: Any = SimpleNamespace(slots=[], order=[])
     exchange: Any = SimpleNamespace(averages=averages)
     others: Any = SimpleNamespace(factor=lambda number: 1.0 if number == 0 else 2.0)
-    nothing: Any = SimpleNamespace()
+    nothing: Any = SimpleNamespace(gradient_memory=SimpleNamespace(used=False))
     round = Round(
         planner, [HOST], exchange, nothing, nothing, others, (), passes=1, hold_last=True, ordered=True, deferred=False
     )
@@ -123,7 +123,7 @@ def test_buckets_are_issued_when_they_are_full_and_in_the_agreed_order(
     planner: Any = SimpleNamespace(slots=slots, order=order)
     plain: Any = SimpleNamespace(plain=True)
     transit: Any = SimpleNamespace(pending={})
-    unsharder: Any = SimpleNamespace(room=0)
+    unsharder: Any = SimpleNamespace(gradient_memory=SimpleNamespace(used=False))
     options = {"ordered": ordered, "hold_last": hold_last, "deferred": False, "passes": 1}
     round = Round(planner, [HOST], plain, transit, unsharder, Participants(HOST, [0]), (), **options)  # type: ignore[arg-type]
     round.begin(held=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overlap.core.flat_buffer import FlatBuffer
+from overlap.core.buckets.flat_buffer import FlatBuffer
 from overlap.features.rounded_parameters import FreedMaster, Master
 from overlap.plan.partition import BucketSpec
 from overlap.transport.cuda import streams

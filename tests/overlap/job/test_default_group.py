@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.harness import run_script
 
 LIBRARIES = """
@@ -142,6 +144,7 @@ print("the end", flush=True)
 """
 
 
+@pytest.mark.full
 def test_it_ends_with_the_interpreter_whatever_is_left_waiting(tmp_path: Path) -> None:
     result = run_script(tmp_path, LEFT_WAITING, real_start=True).check()
     assert result.output.count("the end") == 2

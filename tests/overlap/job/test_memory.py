@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from overlap.job.memory import Peak, available_bytes, resident_bytes
+from overlap.job.memory.counted import Peak, available_bytes, resident_bytes
 
 
 def test_the_smaller_of_host_and_container(tmp_path: Path) -> None:
@@ -40,7 +41,7 @@ def test_every_control_group_around_the_process_counts(tmp_path: Path) -> None:
 
 def test_the_limit_of_the_address_space_counts() -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**36, -1))\n"
-    look = "from overlap.job.memory import available_bytes; print(available_bytes())"
+    look = "from overlap.job.memory.counted import available_bytes; print(available_bytes())"
     found = subprocess.run([sys.executable, "-c", limit + look], check=True, capture_output=True, text=True)
     assert 0 < int(found.stdout) < 2**36
 
@@ -64,3 +65,15 @@ def test_a_process_that_cannot_begin_anew_says_so(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("Name: x\n")
     with pytest.raises(OSError, match="has no VmRSS"):
         resident_bytes(tmp_path)
+
+
+def test_of_a_gpu_tensors_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, reset = torch.device("cuda", 0), list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda at: {place: 5}[at])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda at: {place: 7}[at])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    peak = Peak(place=place)
+    assert reset == [place]
+    assert (peak.read(), resident_bytes(place=place)) == (7, 5)
+    peak.reset()
+    assert reset == [place, place]

@@ -189,6 +189,7 @@ def test_a_default_group_that_is_not_the_job(script: str, tmp_path: Path) -> Non
     assert result.output.count("the end") == 4
 
 
+@pytest.mark.full
 def test_a_default_group_of_several_jobs(tmp_path: Path) -> None:
     meeting = Meeting([], "here")  # its port is kept free until the test is over
     result = run_script(tmp_path, COMMON + PARTS, 1, "single", str(meeting.port)).check()

@@ -62,3 +62,22 @@ def test_what_a_checkpoint_recomputes_is_no_forward_pass() -> None:
     lap = times.lap()
     assert max(lap["entered"].values()) < min(lap["gradient"].values())
     assert set(durations([lap])) == {"0", "1"}
+
+
+def test_the_clock_stands_still_while_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a plan takes the network for computation, and nothing that it could send less of helps."""
+    now, waited = [0.0], [0.0]
+    monkeypatch.setattr(layer_times, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    times = LayerTimes(model, lambda: waited[0])
+
+    def pass_by(seconds: float, *, waits: bool) -> None:
+        now[0] += seconds
+        waited[0] += seconds if waits else 0.0
+
+    model[1].register_full_backward_pre_hook(lambda *_: pass_by(100.0, waits=True))
+    model[0].register_full_backward_pre_hook(lambda *_: pass_by(3.0, waits=False))
+    model(torch.ones(1, 2)).sum().backward()
+    found = durations([times.lap()])
+    assert found["1"][1] == 0.0
+    assert found["0"][1] == pytest.approx(3.0)

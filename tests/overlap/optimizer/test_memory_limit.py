@@ -24,6 +24,7 @@ def _job(strategy: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.full
 @pytest.mark.needs_root
 @pytest.mark.skipif(parent() is None, reason="no control groups to limit memory by")
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("fully_shard", marks=pytest.mark.slow)])

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from overlap.state.boxes import boxes, dims_in_memory
+from overlap.state.boxes import Region, boxes, dims_in_memory, segments
 
 SHAPES = [
     (),
@@ -71,3 +71,47 @@ def test_an_empty_range_has_none(shape: tuple[int, ...]) -> None:
 
 def test_whole_rows_are_one_box() -> None:
     assert [(box.offsets, box.sizes) for box in boxes((5, 3, 2), 6, 24)] == [((1, 0, 0), (3, 3, 2))]
+
+
+def _random_parts(generator: random.Random, length: int) -> tuple[tuple[int, ...], int]:
+    """Lengths of parts of a dimension, and in how many blocks each was divided for itself."""
+    stride = generator.choice([each for each in (1, 2, 3) if length % each == 0])
+    cuts = sorted(generator.choices(range(length // stride + 1), k=generator.randint(0, 3)))
+    ends = [0, *cuts, length // stride]
+    return tuple(stride * (stop - start) for start, stop in itertools.pairwise(ends)), stride
+
+
+def _taken(whole: torch.Tensor, dim: int, lengths: tuple[int, ...], part: int, stride: int) -> torch.Tensor:
+    each = [length // stride for length in lengths]
+    return torch.cat([block.split(each, dim)[part] for block in whole.chunk(stride, dim)], dim)
+
+
+def test_ranges_of_parts_lie_in_the_whole_tensor() -> None:
+    """Parts along all dimensions, of uneven lengths and in blocks: all ranges of all parts fill the whole, once."""
+    generator = random.Random(5)
+    for _ in range(200):
+        shape = [generator.randint(1, 7) for _ in range(generator.randint(0, 3))]
+        numbers = torch.arange(max(1, torch.Size(shape).numel())).view(shape)
+        divided = [_random_parts(generator, length) for length in shape]
+        found = torch.full_like(numbers, -1)
+        for chosen in itertools.product(*(range(len(lengths)) for lengths, _ in divided)):
+            part = numbers
+            for dim, (number, (lengths, stride)) in enumerate(zip(chosen, divided, strict=True)):
+                part = _taken(part, dim, lengths, number, stride)
+            region = Region(
+                tuple(shape),
+                tuple(
+                    segments(lengths, number, stride) for number, (lengths, stride) in zip(chosen, divided, strict=True)
+                ),
+            )
+            assert region.local == part.shape
+            assert region.divided == (part.shape != numbers.shape)
+            flat, middle = part.flatten(), generator.randint(0, part.numel())
+            for box in [*boxes(part.shape, 0, middle), *boxes(part.shape, middle, part.numel())]:
+                values = flat[box.start : box.stop].view(box.sizes)
+                for place in region.places(box):
+                    inside = [slice(at, at + size) for at, size in zip(place.inside, place.sizes, strict=True)]
+                    there = tuple(slice(at, at + size) for at, size in zip(place.offsets, place.sizes, strict=True))
+                    assert bool((found[there] == -1).all())
+                    found[there] = values[tuple(inside)]
+        assert torch.equal(found, numbers)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from overlap.core.bucket import Slot
-from overlap.state.pieces import assemble, part_of
+from overlap.state.pieces import assemble, beside, part_of
 
 
 def _state(param: torch.Tensor) -> dict[str, Any]:
@@ -40,3 +40,15 @@ def test_what_was_cut_is_a_copy() -> None:
         state["exp_avg"].zero_()
         state["step"].zero_()
         torch.testing.assert_close(full, _state(param), rtol=0, atol=0)
+
+
+def test_state_with_dimensions_lies_beside_the_values_of_its_piece() -> None:
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4), "name": "a"}
+    assert beside(state, torch.ones(4)) is state
+    moved = beside(state, torch.empty(4, device="meta"))
+    assert {key: value.device.type for key, value in moved.items() if key != "name"} == {
+        "step": "cpu",
+        "exp_avg": "meta",
+    }
+    assert moved["name"] == "a"
+    assert state["exp_avg"].device.type == "cpu"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap.state.saved import Entry, by_parameter, first_few, groups_for, nest
+from overlap.state.saved import Entry, by_parameter, first_few, groups_for, merged_groups, nest
 
 
 def test_paths_become_dictionaries_and_lists() -> None:
@@ -37,6 +37,18 @@ def test_groups_follow_their_parameters() -> None:
     assert groups_for([["a"], ["b"], ["c"], []], saved) == [{"lr": 1}, {"lr": 2}, {"lr": 1}, {}]
     alone = [{"params": [name], "lr": torch.tensor(1.0)} for name in "abc"]
     assert groups_for([["a", "b"]], alone) == [{"lr": torch.tensor(1.0)}]
+
+
+def test_groups_of_ranks_with_other_parameters_are_one() -> None:
+    first = [{"params": ["a"], "lr": 1}, {"params": ["b"], "lr": 2}]
+    assert merged_groups([first, first]) == first
+    assert merged_groups([first, [{"params": ["c"], "lr": 2}]]) == [first[0], {"params": ["b", "c"], "lr": 2}]
+    alike = [{"params": ["a"], "lr": 1}, {"params": ["b"], "lr": 1}]
+    others = [{"params": ["c"], "lr": 1}, {"params": ["d"], "lr": 1}, {"params": ["e"], "lr": torch.tensor(1.0)}]
+    assert [group["params"] for group in merged_groups([alike, others])] == [["a", "c"], ["b", "d"], ["e"]]
+    named = [{"params": ["a"], "param_names": ["x"]}], [{"params": ["b"], "param_names": ["x"]}]
+    assert merged_groups(named) == [{"params": ["a", "b"], "param_names": ["a", "b"]}]
+    assert merged_groups([[], []]) == []
 
 
 def test_groups_that_do_not_fit() -> None:

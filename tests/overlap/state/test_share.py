@@ -20,7 +20,8 @@ class _Room:
     def __init__(self) -> None:
         self._handler: Callable[[int, Any], PieceState]
 
-    def on(self, _topic: str, handler: Callable[[int, Any], PieceState]) -> None:
+    def on(self, _topic: str, handler: Callable[[int, Any], PieceState], *, waits: bool) -> None:
+        assert waits, "for the steps of its script, whose letters may come behind the question"
         self._handler = handler
 
     def answer(self, asking: int, steps: int, which: int | None = None) -> PieceState:

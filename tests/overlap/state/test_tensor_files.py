@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from overlap.state.tensor_files import INDEX, Described, find, index_of, plan_files, read_range, remove_others, write
+from overlap.state.tensor_files import (
+    INDEX,
+    Described,
+    Place,
+    find,
+    index_of,
+    map_tensor,
+    plan_files,
+    read_range,
+    remove_others,
+    write,
+)
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -137,3 +148,37 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cut").write_bytes((tmp_path / "cut").read_bytes()[:-4])
     with pytest.raises(ValueError, match="ends before its last tensor does"):
         read_range(find(tmp_path / "cut")["a"], 0, 9, torch.empty(9))
+
+
+def test_tensors_are_mapped_and_the_file_stays_as_it_is(tmp_path: Path) -> None:
+    tensors, path = _tensors(), tmp_path / "model.safetensors"
+    del tensors["none"]  # no bytes, which cannot be mapped
+    write(path, list(tensors), _described(tensors), tensors.__getitem__)
+    content, files = path.read_bytes(), {}  # type: ignore[var-annotated]
+    for name, place in find(path).items():
+        storage = map_tensor(place, files)
+        assert storage is not None, name
+        found = torch.empty(0, dtype=place.dtype).set_(storage).view(place.shape)  # type: ignore[call-overload]
+        assert found.untyped_storage().nbytes() == place.nbytes
+        _same(found, tensors[name])
+        found.zero_()
+    assert list(files) == [path]
+    assert path.read_bytes() == content
+    path.unlink()
+    assert not found.any(), "what is mapped stays"
+
+
+def test_what_cannot_be_mapped_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(64))
+    assert map_tensor(Place(path, (4,), torch.float32, 48), {}) is not None
+    assert map_tensor(Place(path, (4,), torch.float32, 46), {}) is None, "not aligned to its elements"
+    assert map_tensor(Place(path, (4,), torch.float32, 52), {}) is None, "the file ends before it does"
+
+
+def test_what_is_written_is_aligned_for_who_maps_it(tmp_path: Path) -> None:
+    for length in range(70):
+        tensors = {"x" * (length + 1): torch.ones(3)}
+        write(tmp_path / "one", list(tensors), _described(tensors), tensors.__getitem__)
+        (place,) = find(tmp_path / "one").values()
+        assert place.start % 64 == 0

@@ -160,7 +160,7 @@ def _trace(path: Path, rank: int) -> str:
     world = {"bytes": 8, "communicator": "world"}
     events = [
         span("step", "phase", 0, 1000),
-        span("forward", "phase", 1000, 2000),
+        span("forward 3", "phase", 1000, 2000),
         span("wait all_gather b1", "wait", 1500, 500),
         span("all_gather b1", "all_gather", 500, 1500, **world),
         span("all_gather b0", "all_gather", 600, 1900, **world),
@@ -179,7 +179,7 @@ def test_a_picture_of_what_was_in_turn(tmp_path: Path) -> None:
     gathers = Row(
         "communication (world)", (Bar("AG b1", "all_gather", -0.5, 1.5), Bar("AG b0", "all_gather", 1.0, 0.5))
     )
-    phases = Row("rank 0: compute", (Bar("forward", "forward", 0.0, 2.0), Bar("step", "step", 2.0, 1.0)))
+    phases = Row("rank 0: compute", (Bar("F3", "forward", 0.0, 2.0), Bar("step", "step", 2.0, 1.0)))
     assert rows[:3] == [phases, Row("waits", (Bar("wait AG b1", "wait", 0.5, 0.5),)), gathers]
     assert rows[3].title == "rank 1: compute"
     picture = tmp_path / "picture.png"

@@ -21,6 +21,9 @@ class _Stream:
     def wait_event(self, event: _Event) -> None:
         self._said.append(f"{self.name} waits for {event.name}")
 
+    def wait_stream(self, other: _Stream) -> None:
+        self._said.append(f"{self.name} follows {other.name}")
+
 
 class _Event:
     def __init__(self, said: list[str]) -> None:
@@ -130,6 +133,19 @@ def test_what_is_computed_beside_is_held_for_the_side_stream(cuda: _Cuda) -> Non
     side = "a new stream of priority -1"
     assert cuda.said == [f"computes on {side}", f"is held for {side}"]
     assert cuda.now is cuda.default
+
+
+def test_what_is_put_there_aside_follows_the_thread_s_own_stream(cuda: _Cuda) -> None:
+    streams, there, host = Streams(PLACE), _There(cuda), torch.zeros(1)
+    side = "a new stream of priority -1"
+    with streams.aside():
+        moment = streams.put(there, host)  # type: ignore[arg-type]
+        assert streams.current() == streams.side
+    marked = f"what {side} was given"
+    assert cuda.said == [f"{side} follows default", f"copies on {side}", f"marks {marked}"]
+    assert cuda.now is cuda.default
+    moment.order_before(0)
+    assert cuda.said[-1] == f"default waits for {marked}"
 
 
 def test_copies_to_the_host_follow_the_current_stream_and_nobody_waits(cuda: _Cuda) -> None:

@@ -132,7 +132,7 @@ def test_every_kind_is_issued_as_often_as_its_start_is_called() -> None:
 def test_groups_of_ranks_need_transports_of_ones_own() -> None:
     alone = NativeCommunicator(comm_core.local())
     streams: Any = SimpleNamespace(kind="cuda", device=0)
-    carrier: Any = None
+    carrier: Any = SimpleNamespace(through_host=True)
     for comm in (GlooCommunicator(cast(Any, None), 0, 1), DeviceCommunicator(alone, carrier, streams)):
         for kind, make in (("two_level", comm.two_level), ("hybrid", comm.hybrid)):
             with pytest.raises(Unsupported, match=f"{kind}: communicator .* has no groups of ranks"):
@@ -142,7 +142,7 @@ def test_groups_of_ranks_need_transports_of_ones_own() -> None:
 def test_a_device_has_the_shards_of_its_host() -> None:
     host: Any = SimpleNamespace(rank=3, size=4, shard_rank=1, shard_size=2, backend="tcp", name="world/0:hybrid")
     streams: Any = SimpleNamespace(kind="cuda", device=0)
-    carrier: Any = None
+    carrier: Any = SimpleNamespace(through_host=True)
     comm = DeviceCommunicator(host, carrier, streams)
     assert comm.place_of(reduce_scatter(FLOATS, FLOATS)) == (1, 2)
     assert comm.place_of(all_gather(FLOATS, FLOATS)) == (1, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import queue
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -132,3 +133,14 @@ def test_an_answer_that_cannot_be_sent_leaves_the_next_question_answered(
     assert "OSError" in caplog.messages[0]
     assert _ask(asker, "echo", 2) == 2
     assert not lost.done()
+
+
+def test_a_handler_may_wait_for_what_a_later_letter_says(rooms: list[PeerQueries]) -> None:
+    """As a rank that follows others out of data does: what ends that comes behind the question for its state."""
+    asking, asked = rooms[0], rooms[1]
+    said = threading.Event()
+    asked.on("state", lambda _sender, _question: said.wait(5.0), waits=True)
+    asked.on("news", lambda _sender, _news: said.set())
+    answer = asking.ask(1, "state")
+    asking.tell(1, "news", None)
+    assert answer.result(timeout=10.0) is True

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from overlap.plan.simulation.cores import Cores
 from overlap.plan.simulation.events import Cost, Operation, Run, Wire
 from overlap.plan.simulation.network import Link, Network, filled
 from overlap.plan.simulation.profile import load
@@ -249,9 +251,47 @@ def test_what_is_kept_for_a_picture_is_the_last_two_steps() -> None:
     assert max(span.ended for span in computed) == pytest.approx(2 * found.step)
 
 
-def test_contention_stretches_what_is_computed_while_bytes_move() -> None:
-    free, held = (METHODS["dear"](even(contention=share), two(0.5)).step for share in (0.0, 0.2))
-    assert free + 0.2 * 0.4 < held < free + 0.2 * 0.6  # bytes move for half a second
+@dataclass(frozen=True)
+class Handled:
+    """A network whose bytes take processor seconds of each rank."""
+
+    under: Network
+    per_byte: float
+
+    @property
+    def workers(self) -> int:
+        return self.under.workers
+
+    def reduce_scatter(self, nbytes: float) -> Cost:
+        return replace(self.under.half(nbytes), processor=self.per_byte * nbytes)
+
+    all_gather = reduce_scatter
+
+    def all_reduce(self, nbytes: float) -> Cost:
+        return self.reduce_scatter(nbytes) + self.reduce_scatter(nbytes)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "bytescheduler"])
+def test_computation_lasts_longer_by_what_moving_bytes_takes_of_its_cores(method: str) -> None:
+    handling = 0.1  # processor seconds of each rank in a step; a tenth of them passes where nothing is computed
+    network = Handled(two(0.5), handling / (2 * LAYERS * SIZE))
+    free, short, ample = (
+        METHODS[method](even(cores=cores), network).step  # type: ignore[arg-type]
+        for cores in (None, Cores(2, 2), Cores(4, 2))
+    )
+    assert ample == pytest.approx(free)  # idle cores move the bytes
+    hidden = 0.5 - (free - 1.0)  # seconds of the wire under computation
+    assert short - free == pytest.approx(handling * hidden / 0.5, rel=0.15)
+
+
+def test_operations_that_share_the_wire_take_no_more_of_the_cores() -> None:
+    wire = Wire()
+    wire.send("a", Operation("a", Cost(0.0, 1.0, processor=0.3)))
+    assert wire.cores == pytest.approx(0.3)
+    wire.send("b", Operation("b", Cost(1.0, 1.0, processor=0.4)))
+    assert wire.cores == pytest.approx(0.3 + 0.2)
+    wire.advance(1.0)
+    assert wire.cores == pytest.approx(0.2)
 
 
 def test_a_ring_through_hosts() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from overlap.plan.simulation.network import Fitted
-from overlap.plan.simulation.sharded import sharded
+from overlap.plan.simulation.sharded import awaited, sharded
 from overlap.plan.simulation.workload import Bucket, Costs, Layer, Workload
 
 COUNT, SIZE = 10, 1000
@@ -51,3 +51,17 @@ def test_more_that_is_kept_is_never_slower() -> None:
         network = Fitted(2, 1e-3, wire, wire)
         steps = [_step(0.1, 0.2, network, room=4 * SIZE, stay=range(COUNT - kept, COUNT)) for kept in range(COUNT + 1)]
         assert all(later <= before * (1 + 1e-9) for before, later in pairwise(steps))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_where_each_collective_is_awaited_everything_adds_up(reshard: bool) -> None:
+    work = Workload(
+        tuple(Layer(str(n), 0.1, 0.2, (SIZE,)) for n in range(COUNT)), Costs(per_tensor=0.01, update=0.1 / SIZE)
+    )
+    network = Fitted(2, 0.5, 3 / SIZE, 2 / SIZE)
+    pairs = [Bucket(first, first + 1, 2 * SIZE, 2) for first in range(0, COUNT, 2)]
+    gathers = len(pairs) * (2 if reshard else 1)
+    wire = gathers * (0.5 + 2 * 2) + len(pairs) * (0.5 + 2 * 3)
+    found = awaited(work, network, pairs, reshard=reshard)
+    assert found.step == pytest.approx(COUNT * (0.1 + 0.2 + 0.01 + 0.1 / 2) + wire)
+    assert found.waited == pytest.approx(wire)

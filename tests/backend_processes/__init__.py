@@ -1,0 +1,1 @@
+"""What a job over the backend does when it starts, ends, or goes wrong: whole processes, which are watched from outside."""
