@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy
@@ -180,7 +180,8 @@ def greedy(items: Sequence[Item], limit: int) -> Choice:
         sizes = [max(_least(item), *(option.peak for option in item.options)) for item in items]
         raise DoesNotFit.by(needed, limit, [item.name for item in items], sizes)
     upgrades = _upgrades(items, frontiers)
-    bound = seconds - float(_most_saved(upgrades, limit - least))
+    nbytes, saved = numpy.array([(one.nbytes, one.saved) for one in upgrades]).reshape(-1, 2).T
+    bound = seconds - float(_most_saved(nbytes, saved, limit - least))
     if _first_peak(items) < len(items):
         _filled(chosen, upgrades, limit - least, fits=lambda chosen: _needed(items, chosen) <= limit)
     else:
@@ -189,11 +190,9 @@ def greedy(items: Sequence[Item], limit: int) -> Choice:
     return Choice(tuple(chosen), nbytes, seconds, min(bound, seconds))
 
 
-def _most_saved(upgrades: Sequence[_Upgrade], room: Any) -> Any:
-    """The seconds that `upgrades` save within `room` bytes, where a part of one counts; of several rooms at once."""
-    nbytes = numpy.cumsum([0, *(one.nbytes for one in upgrades)])
-    saved = numpy.cumsum([0.0, *(one.saved for one in upgrades)])
-    return numpy.interp(room, nbytes, saved)
+def _most_saved(nbytes: Any, saved: Any, room: Any) -> Any:
+    """The seconds that are `saved` within `room` bytes, where a part of an upgrade counts; of several rooms at once."""
+    return numpy.interp(room, numpy.append(0, numpy.cumsum(nbytes)), numpy.append(0.0, numpy.cumsum(saved)))
 
 
 def best(items: Sequence[Item], limit: int, *, states: int = _STATES) -> Choice:
@@ -241,13 +240,18 @@ def _best(items: Sequence[Item], order: Sequence[int], limit: int, states: int) 
     first = greedy(ordered, limit)
     found, shortest = list(first.options), first.seconds
     upgrades = _upgrades(ordered, frontiers)
+    of_items, more, saved = numpy.array([(one.item, one.nbytes, one.saved) for one in upgrades]).reshape(-1, 3).T
+    # What the smallest options of items from each one on take.
+    behind = list(accumulate((_least(item) for item in reversed(ordered)), initial=0))[::-1]
+    lasting = [item.options[index].seconds for item, index in zip(ordered, smallest, strict=True)]
+    after = list(accumulate(reversed(lasting), initial=0.0))[::-1]
     nbytes, seconds = numpy.zeros(1, dtype=numpy.int64), numpy.zeros(1)
     trail: list[tuple[Any, Any]] = []  # for each item the state that it was added to, and its option
     bound = float("inf")  # of what was thinned out
     for number, item in enumerate(ordered):
         frontier = frontiers[number]
-        rest_bytes, rest_seconds = _sums(ordered[number + 1 :], smallest[number + 1 :])
-        later = [one for one in upgrades if one.item > number]
+        rest_bytes, rest_seconds = behind[number + 1], after[number + 1]
+        later = of_items > number
         taken, peaks = (
             numpy.array([getattr(item.options[index], name) for index in frontier], dtype=numpy.int64)
             for name in ("nbytes", "peak")
@@ -256,7 +260,7 @@ def _best(items: Sequence[Item], order: Sequence[int], limit: int, states: int) 
         all_bytes, all_seconds = (nbytes[:, None] + taken).ravel(), (seconds[:, None] + lasts).ravel()
         room = limit - rest_bytes - all_bytes
         most = (nbytes[:, None] + peaks).ravel()
-        least = all_seconds + rest_seconds - _most_saved(later, numpy.maximum(room, 0))
+        least = all_seconds + rest_seconds - _most_saved(more[later], saved[later], numpy.maximum(room, 0))
         keep = numpy.flatnonzero((room >= 0) & (most <= limit) & (least < shortest * (1 - _ROUNDING)))
         keep = keep[numpy.lexsort((all_seconds[keep], all_bytes[keep]))]
         keep = keep[_undominated(all_seconds[keep])]
@@ -270,7 +274,7 @@ def _best(items: Sequence[Item], order: Sequence[int], limit: int, states: int) 
         nbytes, seconds = all_bytes[keep], all_seconds[keep]
         promising = int(least[keep].argmin())
         chosen = [*_followed(trail, promising), *smallest[number + 1 :]]
-        _filled(chosen, later, int(room[keep][promising]), number + 1)
+        _filled(chosen, upgrades, int(room[keep][promising]), number + 1)
         _, total = _sums(ordered, chosen)
         if total < shortest and _needed(ordered, chosen) <= limit:
             found, shortest = chosen, total
