@@ -1,8 +1,8 @@
 """Receives from whichever rank sends first, over messages that name their sender.
 
 Both sides count the messages of a pair and tag. A rank that receives from anybody asks the others to tell it when they have
-sent more than it has received; it receives from the first that does. Who sends to nobody that asks tells nothing, so other
-messages cost nothing more.
+sent more than it has received; it receives from the first that does. Who sends to nobody that asks tells nothing until it
+leaves, so other messages cost nothing more.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ class AnySource:
         self._others = [peer for peer in range(size) if peer != rank]
         self._tell = tell
         self._lock = threading.Lock()
-        self._sent: Counter[tuple[int, int]] = Counter()  # by the other rank and tag, as the next two
+        self._sent: Counter[tuple[int, int]] = Counter()  # by the other rank and tag, as the next three
         self._received: Counter[tuple[int, int]] = Counter()
+        self._told: Counter[tuple[int, int]] = Counter()  # what the other rank has said that it has sent
         self._asked: dict[tuple[int, int], int] = {}  # to be told when more than that is sent
         self._waiting: defaultdict[int, deque[AnyReceive]] = defaultdict(deque)  # by tag
         self._ended: comm_core.Error | None = None
@@ -106,23 +107,31 @@ class AnySource:
                 one.fail(self._ended)
                 return
             self._waiting[tag].append(one)
-            for peer in self._others:
-                self._ask(peer, tag)
+            if self._begin(tag):
+                for peer in self._others:
+                    self._ask(peer, tag)
 
-    def hear(self, peer: int, letter: tuple[str, int, int]) -> None:
-        """A letter of rank `peer`."""
-        kind, tag, count = letter
+    def hear(self, peer: int, letter: tuple[str, dict[int, int]]) -> None:
+        """A letter of rank `peer`: counts of messages, by tags."""
+        kind, counts = letter
         with self._lock:
-            if kind == "ask":
-                self._asked[peer, tag] = count
-                self._answer(peer, tag)
-                return
-            waiting = self._waiting[tag]
-            while waiting and self._received[peer, tag] < count:
-                self._received[peer, tag] += 1
-                waiting.popleft().begin(peer)
-            if waiting:
-                self._ask(peer, tag)
+            for tag, count in counts.items():
+                if kind == "ask":
+                    self._asked[peer, tag] = count
+                    self._answer(peer, tag)
+                else:
+                    self._told[peer, tag] = count
+                    if self._begin(tag):
+                        self._ask(peer, tag)
+
+    def leave(self) -> None:
+        """Tell the other ranks what they have been sent: nobody answers them any more."""
+        with self._lock:
+            counts: defaultdict[int, dict[int, int]] = defaultdict(dict)
+            for (peer, tag), count in self._sent.items():
+                counts[peer][tag] = count
+        for peer, sent in counts.items():
+            self._tell(peer, ("sent", sent))
 
     def end(self, error: comm_core.Error) -> None:
         with self._lock:
@@ -131,10 +140,19 @@ class AnySource:
                 while waiting:
                     waiting.popleft().fail(error)
 
+    def _begin(self, tag: int) -> bool:
+        """Begin what waits, with whoever has sent more than was received. Whether something still waits."""
+        waiting = self._waiting[tag]
+        for peer in self._others:
+            while waiting and self._received[peer, tag] < self._told[peer, tag]:
+                self._received[peer, tag] += 1
+                waiting.popleft().begin(peer)
+        return bool(waiting)
+
     def _ask(self, peer: int, tag: int) -> None:
-        self._tell(peer, ("ask", tag, self._received[peer, tag]))
+        self._tell(peer, ("ask", {tag: self._received[peer, tag]}))
 
     def _answer(self, peer: int, tag: int) -> None:
         if self._sent[peer, tag] > self._asked[peer, tag]:
             del self._asked[peer, tag]
-            self._tell(peer, ("sent", tag, self._sent[peer, tag]))
+            self._tell(peer, ("sent", {tag: self._sent[peer, tag]}))

@@ -341,6 +341,8 @@ class Group(Collectives, dist.ProcessGroup):
             self._closed = True
         self._any_source.end(InvalidUsage(f"{self.label} was destroyed"))
         if self._watch is not None:
+            if not self.ended:
+                self._any_source.leave()
             self._watch.leaving(self)
         try:
             for work in self._comm.pending():

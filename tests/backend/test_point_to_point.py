@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
@@ -135,6 +136,19 @@ def test_receiving_from_anybody() -> None:
             assert found.item() == sender
             senders.append(sender)
     assert sorted(senders) == ALL[1:]
+
+
+def test_receiving_from_anybody_who_is_about_to_leave() -> None:
+    """A group that is destroyed waits for its messages to be received, and answers nobody."""
+    group = dist.new_group(ALL)
+    if RANK == 0:
+        time.sleep(0.5)
+        found = torch.empty(1)
+        senders = [dist.recv(found, None, group=group) for _ in ALL[1:]]
+        assert sorted(senders) == ALL[1:]
+    else:
+        dist.send(torch.tensor([float(RANK)]), 0, group=group)
+    dist.destroy_process_group(group)
 
 
 def test_within_a_group_ranks_are_those_of_the_default_group() -> None:

@@ -118,6 +118,22 @@ def test_tags_are_apart() -> None:
     assert one.source == 1
 
 
+def test_what_a_rank_sent_that_has_left_is_received() -> None:
+    post = Post(3)
+    for tag in (0, 0, 5):
+        post.ranks[1].sends(0, tag)
+    post.ranks[1].leave()
+    assert len(post.letters) == 1, "to whom it has sent, one letter"
+    post.carry()
+    post.ranks[1].hear = lambda _sender, _letter: None  # type: ignore[method-assign,assignment]
+    ones = [receive(post, 0, tag) for tag in (0, 0, 5, 0)]
+    post.carry()
+    assert [one.source for one in ones] == [1, 1, 1, -1]
+    post.ranks[2].sends(0, 0)
+    post.carry()
+    assert ones[3].source == 2
+
+
 def test_one_that_nobody_serves_ends_with_its_group() -> None:
     post = Post(2)
     one = receive(post, 0)
