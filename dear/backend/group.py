@@ -24,6 +24,7 @@ from dear.backend.works import GroupWork, SeveralWorks
 from overlap.transport.forks import Origin
 from overlap.transport.native import NativeCommunicator
 from overlap.transport.operation import Operation
+from overlap.transport.torch.groups import made_by_members
 
 __all__ = ["Group", "Place"]
 
@@ -161,22 +162,10 @@ class Group(Collectives, dist.ProcessGroup):
                     f'{self.label} is over "dear", which moves tensors of the CPU, and got one on {kind}: '
                     f'init_process_group("cpu:dear,{kind}:NAME") names a backend for those, as "cpu:dear,cuda:nccl"'
                 )
-            self._others[kind] = self._over(names[kind], f"{self._comm.name}/{kind}")
+            limit = timedelta(seconds=self._seconds)
+            name = f"{self._comm.name}/{kind}"  # which all ranks know alike
+            self._others[kind] = made_by_members(self.ranks, names[kind], self._place.store, name, limit)
         return self._others[kind]
-
-    def _over(self, backend: str, name: str) -> Any:
-        """The group of these ranks over another `backend`. On every one of them.
-
-        By a `name` that they know alike. ``new_group()`` names one that its members alone make by how many others a rank
-        has, which may differ among them.
-        """
-        make: Any = dist.distributed_c10d._new_process_group_helper
-        limit = timedelta(seconds=self._seconds)
-        made, _ = make(
-            self.size(), self.rank(), list(self.ranks), dist.Backend(backend), self._place.store, name, timeout=limit
-        )
-        dist.distributed_c10d._world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(self.ranks)}
-        return made
 
     def elsewhere(self, tensors: Any) -> Any:
         """The group that moves `tensors`, of which the first is looked at; None: this one."""

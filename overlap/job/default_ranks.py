@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from overlap.transport.communicator import Communicator
 from overlap.transport.objects import allgather_object
+from overlap.transport.torch.groups import made_by_members
 
 __all__ = ["Place", "default_ranks", "group_of", "place", "why_apart"]
 
 _KEY = "dear/default_group"
-# Process groups of some ranks, by default group: each is made once.
-_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+# Process groups, by default group, what they are for, and ranks: each is made once.
+_groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]] = weakref.WeakKeyDictionary()
 
 
 class Place(NamedTuple):
@@ -51,19 +52,23 @@ def default_ranks(comm: Communicator, what: str) -> list[int]:
     return [each.rank for each in places if each is not None]
 
 
-def group_of(ranks: Sequence[int]) -> Any:
+def group_of(ranks: Sequence[int], use: str = "") -> Any:
     """The process group of these `ranks` of the default group, in ascending order. On every one of them, and on no other.
 
-    The first call makes it, unless they are all.
+    The first call makes it, unless they are all. For a `use` there is another one, over gloo, which nothing else uses.
     """
     group, together = dist.GroupMember.WORLD, tuple(sorted(ranks))
     assert group is not None
-    if len(together) == dist.get_world_size():
+    if not use and len(together) == dist.get_world_size():
         return group
     made = _groups.setdefault(group, {})
-    if together not in made:
-        made[together] = dist.new_group(list(together), use_local_synchronization=True)
-    return made[together]
+    if (use, together) not in made:
+        backend, store = dist.distributed_c10d._world.pg_map[group]
+        backend = "gloo" if use else backend
+        limit = dist.distributed_c10d._get_default_timeout(dist.Backend(backend))
+        name = f"dear/{use}/{'_'.join(map(str, together))}"
+        made[use, together] = made_by_members(together, backend, store, name, limit)
+    return made[use, together]
 
 
 def why_apart(places: Sequence[Place | None]) -> str | None:

@@ -54,11 +54,9 @@ class Background:
     def __init__(self, session: Session, together: dict[str, Any]) -> None:
         self._rank, self._arguments = session.comm.rank, dict(together)
         if session.comm.size > 1:
-            theirs = together.get("process_group")
-            ranks = None if theirs is None else torch.distributed.get_process_group_ranks(theirs)
-            self._arguments["process_group"] = torch.distributed.new_group(
-                ranks, backend="gloo", use_local_synchronization=ranks is not None
-            )
+            group = together.get("process_group") or torch.distributed.GroupMember.WORLD
+            ranks = torch.distributed.get_process_group_ranks(group)
+            self._arguments["process_group"] = group_of(ranks, "checkpoints")
         self._threads = ThreadPoolExecutor(1, "dear-checkpoints")
         self._latest: Future[None] | None = None
 
