@@ -69,6 +69,13 @@ MUTATIONS = [
         "torchrun-4 tests/backend/test_point_to_point.py -k anybody_within",
     ),
     Mutation(
+        "who leaves has told what it sent",
+        "dear/backend/group.py",
+        "            if not self.ended:\n",
+        "            if self.ended:\n",
+        "torchrun-2 tests/backend/test_point_to_point.py -k about_to_leave",
+    ),
+    Mutation(
         "each group has its own limit",
         "dear/backend/connecting.py",
         "        return _part(whole, ranks, store, name, seconds)\n",
