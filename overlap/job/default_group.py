@@ -149,17 +149,23 @@ def open_store(host: str, stores: list[TCPStore]) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family, backlog=1024) as listener:
         port = int(listener.getsockname()[1])
-        stores.append(
-            TCPStore(
-                host,
-                port,
-                is_master=True,
-                timeout=_SETUP,
-                wait_for_workers=False,
-                master_listen_fd=os.dup(listener.fileno()),
-            )
-        )
+        try:
+            stores.append(_listening(host, port, listener))
+        except NotImplementedError:  # torch 2.7, of a store over libuv
+            stores.append(_listening(host, port, listener, use_libuv=False))
     return port
+
+
+def _listening(host: str, port: int, listener: socket.socket, **more: bool) -> TCPStore:
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=_SETUP,
+        wait_for_workers=False,
+        master_listen_fd=os.dup(listener.fileno()),
+        **more,
+    )
 
 
 def _interface(host: str) -> dict[str, str]:

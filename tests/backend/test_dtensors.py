@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.backend.training import alone, close, fully_shard, loss_of, model_of, parameters_of, sgd, whole_batch
-from tests.backend.world import FOUR, same_everywhere
+from tests.backend.world import FOUR, OF_TORCH, same_everywhere
 from tests.spmd_plugin import RANK, SIZE
 
 PLACEMENTS: dict[str, Any] = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate()}
@@ -106,6 +106,7 @@ def test_tensor_parallel_layers(sequence: bool) -> None:
     close(_gradients(model), _gradients(reference))
 
 
+@OF_TORCH
 @FOUR
 @pytest.mark.four_ranks
 def test_shards_of_divided_layers() -> None:
