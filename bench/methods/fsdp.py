@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -62,7 +63,8 @@ class Fsdp2(Method):
     neighbouring layers (torch 2.5 or newer); None: a module of at most 25 MB, as DDP's buckets are. ``prefetch``: so many
     units are gathered ahead, in forward and in backward, the first ones by the root (``set_modules_to_forward_prefetch``,
     ``set_modules_to_backward_prefetch``); None: as torch does by itself. ``replicas``: two axes, and shards within each of
-    so many replicas. ``backend``: what torch.distributed runs over; None: gloo for the CPU, NCCL for CUDA.
+    so many replicas. ``backend``: what torch.distributed runs over; None: gloo for the CPU, NCCL for CUDA. ``beside``:
+    ``dear.backend.overlap()`` sends beside computations.
     """
 
     name = "fsdp2"
@@ -73,6 +75,7 @@ class Fsdp2(Method):
         "prefetch": None,
         "replicas": 1,
         "backend": None,
+        "beside": False,
     }
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"backend": process_group.BACKENDS}
 
@@ -85,6 +88,8 @@ class Fsdp2(Method):
         replicas = self.options["replicas"]
         if replicas is None or replicas != int(replicas) or replicas < 1:
             raise ValueError(f"replicas of fsdp2 should be a whole number of at least 1 and is {replicas}")
+        if self.options["beside"] and self.options["prefetch"] is not None:
+            raise ValueError("beside of fsdp2 gathers one module ahead: leave prefetch out")
 
     def join(self, device: torch.device) -> Place:
         self._device = device
@@ -107,6 +112,8 @@ class Fsdp2(Method):
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
         if self.options["prefetch"] is not None:
             _prefetch(model, made, int(self.options["prefetch"]))
+        if self.options["beside"]:
+            importlib.import_module("dear.backend").overlap(model)
         build, arguments = make
         return model, build(model.parameters(), **arguments)
 

@@ -138,6 +138,21 @@ def test_receiving_from_anybody() -> None:
     assert sorted(senders) == ALL[1:]
 
 
+@FOUR
+@pytest.mark.four_ranks
+def test_receiving_from_anybody_within_a_group() -> None:
+    with group_of(ALL[1:]) as group:
+        if RANK > 1:
+            dist.send(torch.tensor([float(RANK)]), 1, group=group)
+        elif RANK == 1:
+            found = torch.empty(1)
+            senders = []
+            for _ in ALL[2:]:
+                senders.append(dist.recv(found, None, group=group))
+                assert found.item() == senders[-1]
+            assert sorted(senders) == ALL[2:]
+
+
 def test_receiving_from_anybody_who_is_about_to_leave() -> None:
     """A group that is destroyed waits for its messages to be received, and answers nobody."""
     group = dist.new_group(ALL)

@@ -133,6 +133,7 @@ def test_unknown_methods_and_options_are_named() -> None:
         ("ddp:view=0.5", "view of ddp should be True or False and is 0.5"),
         ("ddp:backend=glue", "backend of ddp should be one of gloo, nccl, dear, or None, and is 'glue'"),
         ("fsdp2:replicas=0", "replicas of fsdp2 should be a whole number of at least 1 and is 0"),
+        ("fsdp2:beside=True,prefetch=2", "beside of fsdp2 gathers one module ahead: leave prefetch out"),
         ("fsdp2:unit_layers=0", "unit_layers of fsdp2 should be a whole number of at least 1, or None, and is 0"),
         ("fsdp2:unit_layers=2.5", "unit_layers of fsdp2 should be a whole number of at least 1, or None, and is 2.5"),
         ("horovod:yield_when_idle=2", "yield_when_idle of horovod should be True or False and is 2"),
