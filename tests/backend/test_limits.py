@@ -139,7 +139,8 @@ def test_a_limit_of_one_operation_ends_its_group_on_all_ranks() -> None:
                 group.allreduce([torch.ones(4)], options).wait()
         meet()
         with pytest.raises(RuntimeError):
-            dist.all_reduce(torch.ones(4), group=group)
+            for _ in range(2):  # of the first, rank 0 may have sent all that others need
+                dist.all_reduce(torch.ones(4), group=group)
         assert time.monotonic() - begun < PATIENCE
         _still_works()
 
