@@ -134,26 +134,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         quick = [i for i in items if i.get_closest_marker("slow") is None and i.path.name != "test_spmd.py"]
         config.hook.pytest_deselected(items=quick)
         items[:] = [item for item in items if item not in quick]
-    if "DEAR_SPMD_SUITE" not in os.environ:  # which jobs of these processes inherit
-        items[:] = _dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-
-
-def _dealt(items: list[pytest.Item], among: int) -> list[pytest.Item]:
-    """Whole suites first in each of so many processes, of which xdist gives each an equal part of the list.
-
-    What shares fixtures stays together.
-    """
-    suites, others = (
-        [item for item in items if (item.path.name == "test_spmd.py") is wanted] for wanted in (True, False)
-    )
-    found: list[pytest.Item] = []
-    for process in range(among):
-        end = len(found) + (len(items) - len(found)) // (among - process)
-        found += suites[process::among]
-        count = max(0, end - len(found))
-        found += others[:count]
-        del others[:count]
-    return found
 
 
 def _is_fast(item: pytest.Item) -> bool:
