@@ -33,16 +33,12 @@ class Collectives:
     label: str
     """Of operations, in reports of stalls and in errors."""
 
-    def elsewhere(self, tensors: Any) -> Any:
-        """The group that moves `tensors`, of which the first is looked at; None: this one."""
-        raise NotImplementedError
-
-    def issue(self, operation: Operation, outputs: Sequence[Any], limit: Any = None, finish: Finish = None) -> Any:
-        """The work of an `operation`, for which `outputs` are the tensors with the results, once `finish` was called.
-
-        `limit` has its timeout: torch's options of the call, or a timedelta; else the group's holds.
-        """
-        raise NotImplementedError
+    elsewhere: Callable[[Any], Any]
+    """The group that moves some tensors, of which the first is looked at; None: this one."""
+    issue: Callable[..., Any]
+    """Called with an :class:`.Operation`, and the tensors that have its results once a last argument, `finish`, was called;
+    gives its work. `limit` has its timeout: torch's options of the call, or a timedelta; else the group's holds.
+    """
 
     def _each(self, call: Callable[..., Any], *arguments: Sequence[Any]) -> Any:
         works = [call(*each) for each in zip(*arguments, strict=True)]
