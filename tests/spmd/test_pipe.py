@@ -72,10 +72,7 @@ def test_training_equals_one_process(schedule: str, chunks: int, stages: int, st
             torch.testing.assert_close(total, wanted.detach(), rtol=1e-10, atol=0)
     if strategy is None:
         return
-    saved = plain.state_dict()
-    for name, value in piped.state_dict().items():
-        _, _, layer = name.split(".", 2)
-        torch.testing.assert_close(value, saved[layer], rtol=1e-9, atol=1e-12)
+    _same(piped, plain)
     with torch.no_grad():
         output = piped(_batch(9)[0])
     assert (output is None) == (mesh.coordinate["pipeline"] != stages - 1)
@@ -95,18 +92,31 @@ def test_ranks_may_have_groups_of_torchs_own() -> None:
     torch.testing.assert_close(found, _loss(_layers()(x), y).detach(), rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("strategy", ["dear", "wfbp", "fsdp"])
-@pytest.mark.parametrize("stages", [1, 2])
-def test_steps_may_have_other_numbers_of_micro_batches(strategy: str, stages: int) -> None:
-    if dear.size() % stages:
-        pytest.skip("other numbers of ranks")
+def _both(stages: int, strategy: str) -> tuple[Any, ...]:
+    """A model of one process, the same as a pipeline, an optimizer of each, and the mesh."""
     mesh = dear.Mesh(data=-1, pipeline=stages)
-    plain, shares, mine = _layers(), mesh.size("data"), mesh.coordinate["data"]
+    plain = _layers()
     piped = pipe.Pipe(_layers(), _balance(stages), mesh=mesh, chunks=4, loss=_loss)
     theirs = torch.optim.SGD(plain.parameters(), 0.1)
     ours = dear.DistributedOptimizer(
         torch.optim.SGD(piped.parameters(), 0.1), piped, strategy=strategy, process_set=mesh.group("data")
     )
+    return plain, piped, theirs, ours, mesh
+
+
+def _same(piped: pipe.Pipe, plain: nn.Module) -> None:
+    saved = plain.state_dict()
+    for name, value in piped.state_dict().items():
+        torch.testing.assert_close(value, saved[name.split(".", 2)[2]], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["dear", "wfbp", "fsdp"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_steps_may_have_other_numbers_of_micro_batches(strategy: str, stages: int) -> None:
+    if dear.size() % stages:
+        pytest.skip("other numbers of ranks")
+    plain, piped, theirs, ours, mesh = _both(stages, strategy)
+    shares, mine = mesh.size("data"), mesh.coordinate["data"]
     for step, rows in enumerate((2, 2, 8, 3, 8)):
         x, y = _batch(step, rows * shares)
         theirs.zero_grad()
@@ -115,9 +125,7 @@ def test_steps_may_have_other_numbers_of_micro_batches(strategy: str, stages: in
         piped.step(x.chunk(shares)[mine], target=y.chunk(shares)[mine])
         theirs.step()
         ours.step()
-    saved = plain.state_dict()
-    for name, value in piped.state_dict().items():
-        torch.testing.assert_close(value, saved[name.split(".", 2)[2]], rtol=1e-9, atol=1e-12)
+    _same(piped, plain)
 
 
 @pytest.mark.parametrize("strategy", ["dear", "fsdp"])
@@ -125,13 +133,8 @@ def test_steps_may_have_other_numbers_of_micro_batches(strategy: str, stages: in
 def test_pipelines_beside_each_other_may_have_other_numbers_of_micro_batches(strategy: str, stages: int) -> None:
     if dear.size() % stages:
         pytest.skip("other numbers of ranks")
-    mesh = dear.Mesh(data=-1, pipeline=stages)
-    plain, shares, mine = _layers(), mesh.size("data"), mesh.coordinate["data"]
-    piped = pipe.Pipe(_layers(), _balance(stages), mesh=mesh, chunks=4, loss=_loss)
-    theirs = torch.optim.SGD(plain.parameters(), 0.1)
-    ours = dear.DistributedOptimizer(
-        torch.optim.SGD(piped.parameters(), 0.1), piped, strategy=strategy, process_set=mesh.group("data")
-    )
+    plain, piped, theirs, ours, mesh = _both(stages, strategy)
+    shares, mine = mesh.size("data"), mesh.coordinate["data"]
     for step in range(4):
         batches = [_batch(10 * step + share, 4 if (step + share) % 2 else 3) for share in range(shares)]
         theirs.zero_grad()
@@ -142,9 +145,7 @@ def test_pipelines_beside_each_other_may_have_other_numbers_of_micro_batches(str
         piped.step(x, target=y)
         theirs.step()
         ours.step()
-    saved = plain.state_dict()
-    for name, value in piped.state_dict().items():
-        torch.testing.assert_close(value, saved[name.split(".", 2)[2]], rtol=1e-9, atol=1e-12)
+    _same(piped, plain)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -178,9 +179,7 @@ def test_a_stage_under_fsdp_gathers_once_a_step(schedule: str, stages: int) -> N
         if output is not None:
             torch.testing.assert_close(output, plain(x).detach(), rtol=1e-9, atol=1e-12)
         assert unsharder.gathered - before == (buckets if step else 2 * buckets), "an evaluation uses what is there"
-    saved = plain.state_dict()
-    for name, value in piped.state_dict().items():
-        torch.testing.assert_close(value, saved[name.split(".", 2)[2]], rtol=1e-9, atol=1e-12)
+    _same(piped, plain)
 
 
 @pytest.mark.parametrize(
