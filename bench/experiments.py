@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.claims.experiments import difference, rendered
 from bench.emulation.cluster import Cluster, ClusterError, network
-from bench.program import ROOT, at_least, end_in_order
+from bench.program import ROOT, at_least, end_in_order, write_json
 from bench.train.launcher import local_command
 from bench.train.origin import today
 from bench.train.settings import Settings
@@ -94,8 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {"network": options.network, "arguments": options.arguments, "origin": today().to_dict(), "runs": runs}
     print(rendered(found))
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(options.json, found)
     if difference(runs) > _SAME:
         print(f"losses are not the same: they may differ by {_SAME:g}")
         return 1

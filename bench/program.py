@@ -1,16 +1,17 @@
-"""Shared by all benchmark programs: the project's folder, count options, tables, what links sent, and an orderly end."""
+"""Shared by all benchmark programs: the project's folder, count options, files, what links sent, and an orderly end."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "at_least", "end_in_order", "from_toml", "sent_bytes"]
+__all__ = ["ROOT", "at_least", "end_in_order", "from_toml", "sent_bytes", "write_json"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,6 +37,12 @@ def from_toml(path: Path) -> dict[str, Any]:
     toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     found: dict[str, Any] = toml.loads(path.read_text())
     return found
+
+
+def write_json(path: Path, found: Any) -> None:
+    """Write `found` to `path`, whose folder is made where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def sent_bytes(counters: Path = Path("/proc/net/dev")) -> int:

@@ -23,7 +23,7 @@ from bench.emulation.cluster import Cluster, ClusterError, network
 from bench.methods.method import Method, MethodUnavailable
 from bench.methods.registry import method
 from bench.paired.result import Paired, joined, markdown
-from bench.program import at_least, end_in_order
+from bench.program import at_least, end_in_order, write_json
 from bench.train.cores import Busy, busy_share, core_ticks, look
 from bench.train.launcher import LauncherError, environment, pick
 from bench.train.origin import today
@@ -107,8 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(markdown(found))
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(asdict(found), indent=1) + "\n")
+        write_json(options.json, asdict(found))
     return 0
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.emulation.cluster import Cluster, ClusterError, network
 from bench.pipeline.result import METHODS, Pipelines, markdown
-from bench.program import at_least, end_in_order
+from bench.program import at_least, end_in_order, write_json
 from bench.train.origin import today
 
 __all__ = ["main", "run"]
@@ -80,8 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(markdown(found))
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(asdict(found), indent=1) + "\n")
+        write_json(options.json, asdict(found))
     return 0
 
 
