@@ -61,7 +61,7 @@ def initialize_model_parallel(
         if value is not None:
             raise NotImplementedError(
                 f"{name}={value!r}: all axes travel as init() has connected the job; leave it out, and for the time "
-                "after which a job that hangs is ended see DEAR_STALL_SHUTDOWN_SECONDS"
+                "after which a job that hangs is ended see DEAR_STALL_ABORT_SECONDS"
             )
     if context_parallel_size != 1:
         raise NotImplementedError(f"context_parallel_size={context_parallel_size}: sequences are not divided; give 1")

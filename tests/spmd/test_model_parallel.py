@@ -436,6 +436,11 @@ def test_what_cannot_be_divided_is_refused_in_a_sentence() -> None:
         mp.parallelize(model)
     with pytest.raises(NotImplementedError, match="context_parallel_size=2"):
         mp.initialize_model_parallel(1, 1, 2)
+    with pytest.raises(NotImplementedError, match=r"timeout=3: .* see DEAR_STALL_ABORT_SECONDS"):
+        mp.initialize_model_parallel(1, timeout=3)
+    if dear.size() > 1:
+        with pytest.raises(NotImplementedError, match=r"max_norm=0\.5: no rank has a whole row"):
+            mp.ParallelEmbedding(9, 4 * dear.size(), max_norm=0.5)
     mp.destroy_model_parallel()
     with pytest.raises(RuntimeError, match=r"call model_parallel.initialize_model_parallel"):
         mp.ColumnParallelLinear(2, 2)
