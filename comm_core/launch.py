@@ -41,7 +41,10 @@ def mpi(comm: Any = None) -> _C.Communicator:
 
 
 def finalize() -> None:
-    """Shut the engine down; finalizes MPI only if this package initialised it. Idempotent."""
+    """Shut the engine down; finalizes MPI only if this package initialised it. Idempotent.
+
+    Connections over MPI and TCP cannot be made again in this process; groups over NCCL can.
+    """
     _C.finalize()
 
 

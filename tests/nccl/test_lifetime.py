@@ -114,3 +114,20 @@ def test_events_are_given_back_on_threads_without_a_context(gpu: Double) -> None
     for work in works:
         work.wait(10)
     eventually(lambda: gpu.alive("events") == before)
+
+
+def test_groups_can_be_made_after_everything_was_finalized(gpu: Double) -> None:
+    """As in a notebook that calls ``dear.shutdown()`` and then ``dear.init()``."""
+    values = np.arange(4, dtype=np.float32)
+    (before,) = gpu.world(1)
+    comm_core.finalize()
+    comm_core.finalize()
+    before.close()
+    with pytest.raises(comm_core.Error):
+        before.split(0)
+    (after,) = gpu.world(1)
+    got = np.zeros(4, np.float32)
+    work = after.all_reduce_async(gpu.memory(values, 0), gpu.memory(got, 0))
+    gpu.run()
+    work.wait(10)
+    assert got.tolist() == values.tolist()

@@ -135,7 +135,9 @@ Birth NcclRuntime::split(std::shared_ptr<NcclGroup> group, std::optional<int> co
 
 Birth NcclRuntime::bear(std::shared_ptr<Work> work, std::function<std::shared_ptr<NcclGroup>()> make) {
   Birth birth{work};
-  clerk_->post([this, work = std::move(work), slot = birth.backend, make = std::move(make)] {
+  const auto clerk = this->clerk();
+  if (!clerk) throw Error("comm_core was finalized");
+  clerk->post([this, work = std::move(work), slot = birth.backend, make = std::move(make)] {
     std::exception_ptr error;
     try {
       if (auto group = make()) {
@@ -161,20 +163,30 @@ void NcclRuntime::close(std::shared_ptr<NcclGroup> group, std::shared_ptr<Work> 
     }
     work->finish(error);
   };
-  try {
-    clerk_->post(task);
-  } catch (const Error&) {
+  const auto clerk = this->clerk();
+  if (!clerk) {
     work->finish();  // finalize() closed everything
+    return;
+  }
+  try {
+    clerk->post(task);
+  } catch (const Error&) {
+    work->finish();  // finalize() has come in between
   }
 }
 
 void NcclRuntime::start() {
   const std::lock_guard lock(mutex_);
   require_parent_process();
-  if (stopped_) throw Unsupported("comm_core was finalized; it cannot be started a second time in one process");
+  if (stuck_) throw Unsupported("comm_core was finalized while operations over NCCL were unfinished; end this process");
   if (clerk_) return;
-  clerk_ = std::make_unique<Engine>(std::make_unique<Clerk>());
-  watch_ = std::make_unique<Engine>(std::make_unique<Watch>(*this));
+  clerk_ = std::make_shared<Engine>(std::make_unique<Clerk>());
+  watch_ = std::make_shared<Engine>(std::make_unique<Watch>(*this));
+}
+
+std::shared_ptr<Engine> NcclRuntime::clerk() const {
+  const std::lock_guard lock(mutex_);
+  return clerk_;
 }
 
 std::shared_ptr<const Device> NcclRuntime::device(int number) {
@@ -200,12 +212,15 @@ void NcclRuntime::forget_closed() {
 
 void NcclRuntime::finalize() {
   if (in_forked_child()) return;
+  std::shared_ptr<Engine> clerk, watch;
   {
     const std::lock_guard lock(mutex_);
-    if (!clerk_ || std::exchange(stopped_, true)) return;
+    clerk = std::exchange(clerk_, nullptr);
+    watch = std::exchange(watch_, nullptr);
   }
+  if (!clerk) return;
   const auto left = std::make_shared<Work>("close", "nccl", "", 0);
-  clerk_->post([this, left] {
+  clerk->post([this, left] {
     std::exception_ptr error;
     for (const auto& group : groups()) {
       try {
@@ -216,12 +231,14 @@ void NcclRuntime::finalize() {
     }
     left->finish(error);
   });
-  if (!clerk_->stop(settings().exit_patience)) {
+  if (!clerk->stop(settings().exit_patience)) {
+    const std::lock_guard lock(mutex_);
+    stuck_ = {clerk, watch};
     throw TimeoutError("operations over NCCL were still unfinished " +
                        std::to_string(settings().exit_patience.count()) +
                        " s after shutdown began (COMM_CORE_EXIT_SECONDS)");
   }
-  watch_->stop(settings().exit_patience);
+  watch->stop(settings().exit_patience);
   if (const auto error = left->error()) std::rethrow_exception(error);
 }
 

@@ -5,7 +5,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../engine/engine.hpp"
@@ -16,7 +18,7 @@ namespace comm_core {
 
 /// Exists once and is never destroyed. Operations are submitted on their callers' threads. One thread watches all
 /// groups: it lets memory go and finds errors. Another, the clerk, makes and closes groups, which blocks until other
-/// ranks do.
+/// ranks do. Both start with the first group, and again with the first one after finalize().
 class NcclRuntime final : public Provider {
  public:
   /// Loads the libraries; the same ones when it is called again. Throws Unsupported where they will not do.
@@ -41,6 +43,7 @@ class NcclRuntime final : public Provider {
   class Clerk;
 
   void start();
+  std::shared_ptr<Engine> clerk() const;
   Birth bear(std::shared_ptr<Work> work, std::function<std::shared_ptr<NcclGroup>()> make);
   std::shared_ptr<const Device> device(int number);
   std::vector<std::shared_ptr<NcclGroup>> groups() const;
@@ -52,8 +55,8 @@ class NcclRuntime final : public Provider {
   std::unique_ptr<NcclApi> nccl_;
   std::map<int, std::shared_ptr<const Device>> devices_;
   std::vector<std::shared_ptr<NcclGroup>> groups_;
-  std::unique_ptr<Engine> clerk_, watch_;
-  bool stopped_ = false;
+  std::shared_ptr<Engine> clerk_, watch_;  // none before the first group, and after finalize()
+  std::optional<std::pair<std::shared_ptr<Engine>, std::shared_ptr<Engine>>> stuck_;  // their threads outlive finalize()
 };
 
 }  // namespace comm_core
