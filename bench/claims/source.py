@@ -34,7 +34,7 @@ class Source:
     marks: list[str] = field(default_factory=list)
 
     def quiet(self, found: Mapping[str, Any]) -> None:
-        """As :meth:`mark`, where others used the machine when what was `found` began."""
+        """As :meth:`mark`, where others used the machine of what was `found`."""
         if was_busy(found):
             self.mark(BUSY_MARK)
 
@@ -42,7 +42,7 @@ class Source:
         """Raises ``ValueError`` for runs with such marks, which a sentence has no room for, where that is strict."""
         if self.strict:
             raise ValueError(
-                "a sentence does not speak of runs whose code was not committed, or that began on a busy machine; "
+                "a sentence does not speak of runs whose code was not committed, or whose machine others used; "
                 "a table marks them"
             )
         self.marks.append(marks)

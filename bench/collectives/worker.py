@@ -19,7 +19,7 @@ import torch.distributed as dist
 from bench.collectives.operations import OPERATIONS, Call
 from bench.collectives.plain import ROUNDS, PlainRing
 from bench.program import sent_bytes
-from bench.train.cores import busy_share, core_ticks
+from bench.train.cores import Ticks, busy_share, core_ticks
 from overlap.job import session
 from overlap.transport.communicator import Communicator, ReduceOp
 from overlap.transport.operation import all_reduce, barrier
@@ -99,14 +99,14 @@ def measure(
         calls["gloo"] = theirs
     count = _iterations(comm, list(calls.values()), iterations)
     samples: dict[str, list[tuple[float, float]]] = {who: [] for who in calls}
-    busy = {who: [0, 0] for who in calls}
+    busy = {who: Ticks(0, 0, 0) for who in calls}
     for number in range(count):
         for who in sorted(calls, reverse=bool(number % 2)):  # nobody always goes first
             before = core_ticks()
             samples[who].append(_time(comm, calls[who]))
             after = core_ticks()
             if before is not None and after is not None:
-                busy[who] = [total + b - a for total, a, b in zip(busy[who], before, after, strict=True)]
+                busy[who] = Ticks(*(total + b - a for total, a, b in zip(busy[who], before, after, strict=True)))
     report(f"{name} {nbytes} bytes: {count} pairs")
     return {
         "operation": name,
@@ -114,7 +114,7 @@ def measure(
         "ranks": comm.size,
         "wire_share": OPERATIONS[name].wire(comm.size),
         "seconds": {who: [wall for wall, _ in values] for who, values in samples.items()},
-        "cores_busy": busy_share((0, 0), (busy["ours"][0], busy["ours"][1])),
+        "cores_busy": busy_share(Ticks(0, 0, 0), busy["ours"]),
         "cpu_seconds": {who: [cpu for _, cpu in values] for who, values in samples.items()},
     }
 

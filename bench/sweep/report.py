@@ -20,7 +20,9 @@ _HEAD = (
     " × L | n | optimizer state MB | peak MB | training MB | cores busy |\n" + "|---" * 16 + "|"
 )
 BUSY_MARK = "†"
-BUSY_NOTE = f"{BUSY_MARK} on a machine that others used when a run began."
+BUSY_NOTE = (
+    f"{BUSY_MARK} on a machine that others used before a run, or whose host gave its cores to other guests during one."
+)
 _LIMIT = (" of the limit |", "---|")  # a column more where rows have one
 _CODE = (" code |", "---|")  # … where rows are of several
 

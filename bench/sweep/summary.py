@@ -50,7 +50,7 @@ class Row:
     started_by: str = ""  # torchrun or mpi; empty: of one worker, or of an older run, which did not say
     bytes_over: str = ""  # what moved the bytes, by its name; empty likewise
     cores_busy: float | None = None  # the largest share of the machine's cores, while a clock ran; None: nobody looked
-    busy: bool = False  # whether others used the machine before a run began
+    busy: bool = False  # whether others used the machine: before a run began, or other guests of its host while it ran
 
     @property
     def family(self) -> str:

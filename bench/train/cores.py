@@ -6,16 +6,31 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["BUSY", "Busy", "busy_share", "core_ticks", "look", "of_stat", "others_share", "told", "was_busy"]
+__all__ = [
+    "BUSY",
+    "STOLEN",
+    "Busy",
+    "Ticks",
+    "busy_share",
+    "core_ticks",
+    "look",
+    "of_stat",
+    "others_share",
+    "stolen_share",
+    "told",
+    "was_busy",
+]
 
 BUSY = 0.1  # of all cores: from here on what others compute is no noise any more
+STOLEN = 0.05  # of all cores' time: from here on other guests of the same host decide how long a step takes
 _WINDOW_SECONDS = 2.0
 _WINDOWS = 10  # what ran before may still be ending
 
 _STAT = Path("/proc/stat")
 _IDLE = slice(3, 5)  # of its first line: idle, and idle while waiting for a disk
+_STOLEN = 7  # a virtual machine had something to run, and its host ran something else
 _COUNTED = 8  # what follows is counted in these already
 
 
@@ -23,25 +38,40 @@ class Busy(RuntimeError):
     """Other processes use the machine on which something should be measured."""
 
 
-def core_ticks() -> tuple[int, int] | None:
-    """The ticks of all cores since the machine started, busy and in all; None where the kernel does not say."""
+class Ticks(NamedTuple):
+    """Ticks of all cores since the machine started: `busy`, with those that were `stolen`, and in `all`."""
+
+    busy: int
+    all: int
+    stolen: int
+
+
+def core_ticks() -> Ticks | None:
+    """The ticks of all cores until now; None where the kernel does not say."""
     try:
         return of_stat(_STAT.read_text())
     except OSError:
         return None
 
 
-def of_stat(text: str) -> tuple[int, int]:
+def of_stat(text: str) -> Ticks:
     """The ticks in the text of /proc/stat (pure)."""
     ticks = [int(word) for word in text.splitlines()[0].split()[1 : _COUNTED + 1]]
-    return sum(ticks) - sum(ticks[_IDLE]), sum(ticks)
+    return Ticks(sum(ticks) - sum(ticks[_IDLE]), sum(ticks), ticks[_STOLEN])
 
 
-def busy_share(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
+def busy_share(before: Ticks | None, after: Ticks | None) -> float | None:
     """The busy share of cores, 0 to 1, between two :func:`core_ticks`; None where too little time passed (pure)."""
-    if before is None or after is None or after[1] == before[1]:
+    if before is None or after is None or after.all == before.all:
         return None
-    return (after[0] - before[0]) / (after[1] - before[1])
+    return (after.busy - before.busy) / (after.all - before.all)
+
+
+def stolen_share(before: Ticks | None, after: Ticks | None) -> float | None:
+    """The share of cores, 0 to 1, that a virtual machine wanted and its host gave to others; as :func:`busy_share`."""
+    if before is None or after is None or after.all == before.all:
+        return None
+    return (after.stolen - before.stolen) / (after.all - before.all)
 
 
 def others_share() -> float | None:
@@ -69,12 +99,16 @@ def look(*, allowed: bool, share: Callable[[], float | None] = others_share) -> 
     )
 
 
-def told(during: float | None, before: float | None) -> str:
+def told(during: float | None, before: float | None, stolen: float | None = None) -> str:
     """How busy the machine was while a run was measured, and before it began, in a few words."""
     shares = ["unknown" if share is None else f"{share:.0%}" for share in (during, before)]
-    return f"cores busy {shares[0]}, {shares[1]} before it began"
+    taken = f", {stolen:.0%} taken by other guests of the host" if (stolen or 0.0) >= STOLEN else ""
+    return f"cores busy {shares[0]}, {shares[1]} before it began{taken}"
 
 
 def was_busy(found: Mapping[str, Any]) -> bool:
-    """Whether others used the machine when a run began that has this result; of an older result nobody knows."""
-    return (found.get("busy_before") or 0.0) >= BUSY
+    """Whether others used the machine before a run began that has this result, or its host gave the cores to others.
+
+    Of an older result nobody knows.
+    """
+    return (found.get("busy_before") or 0.0) >= BUSY or (found.get("cores_stolen") or 0.0) >= STOLEN

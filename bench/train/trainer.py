@@ -18,7 +18,7 @@ from bench.emulation.accelerator import Accelerator
 from bench.methods.method import MakeOptimizer, Method
 from bench.models.catalog import Batch, Workload, workload
 from bench.program import ROOT
-from bench.train.cores import busy_share, core_ticks
+from bench.train.cores import busy_share, core_ticks, stolen_share
 from bench.train.launcher import GOODPUT
 from bench.train.origin import commit_of
 from bench.train.settings import Settings
@@ -57,6 +57,7 @@ class Result:
     limit_share: float | None = None  # of its memory limit, that rank 0 took at the peak of measured steps
     started_by: str = ""  # torchrun or mpi; empty without other workers
     bytes_over: str = ""  # tcp, mpi, gloo, …: what moves the bytes between workers; empty where nothing does
+    cores_stolen: float | None = None  # share of the cores that the host of a virtual machine gave to others meanwhile
 
     @property
     def total(self) -> float:
@@ -182,6 +183,7 @@ def train(
         seconds = (begun - before) / settings.dilate
         rates.append(settings.batch_size * settings.batches / seconds)
         say(f"Iter #{number}: {rates[-1]:.1f} {chosen.unit}/sec per {kind}")
+    ended = core_ticks()
     method.settle(optimizer)
     made_of = breakdown(computation, statistics.median(clock.steps)) if computation is not None else None
     peak, limit = max(_peak(device), method.most_bytes(optimizer)), method.limit_bytes(optimizer)
@@ -200,11 +202,12 @@ def train(
         training_bytes=peak - resident,
         warmup_steps=warmed,
         versions=_versions(),
-        cores_busy=busy_share(cores, core_ticks()),
+        cores_busy=busy_share(cores, ended),
         goodput=None if goodput is None else float(goodput),
         limit_share=None if limit is None else peak / limit,
         started_by=started_by,
         bytes_over=method.bytes_over(),
+        cores_stolen=stolen_share(cores, ended),
     )
     method.leave()
     if made_of is not None:

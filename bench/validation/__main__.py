@@ -27,6 +27,7 @@ from bench.sweep.failures import Failure
 from bench.sweep.journal import Occupied, alone
 from bench.sweep.report import provenance
 from bench.sweep.table import Sweep, read, select
+from bench.train.cores import was_busy
 from bench.train.origin import UNCOMMITTED, today
 from bench.train.settings import Settings
 from bench.validation import seal as seals
@@ -79,7 +80,8 @@ def compare(
         if since is not None and result.get("begun", "") <= since.at.isoformat():
             failed.append(Failure(cell, f"it ran before its prediction was sealed, in commit {since}", 0))
             continue
-        found.append(Cell(cell, expected, statistics.median(result["step_seconds"]), result["cores_busy"]))
+        measured = statistics.median(result["step_seconds"])
+        found.append(Cell(cell, expected, measured, result["cores_busy"], was_busy(result)))
         say(f"predicted {expected:.3f} s, measured {found[-1].measured:.3f} s: {found[-1].error:+.1%}")
     return found, failed
 

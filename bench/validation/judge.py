@@ -20,12 +20,16 @@ _ALIKE = tuple(name for name in GROUP if name != "warmup")
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell: predicted and measured (median) seconds of a step, and the share of the machine's cores that was busy."""
+    """A cell: predicted and measured (median) seconds of a step.
+
+    `cores_busy`: the share of the machine's cores that was busy. `disturbed`: whether others used them.
+    """
 
     settings: Settings
     predicted: float
     measured: float
     cores_busy: float | None
+    disturbed: bool = False
 
     @property
     def error(self) -> float:

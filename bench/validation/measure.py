@@ -19,7 +19,7 @@ from bench.validation.facts import Facts, Unknown
 
 __all__ = ["Runs", "Workshop"]
 
-_TRIES = 2
+_TRIES = 3
 
 
 class Runs:

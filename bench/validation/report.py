@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.sweep.failures import Failure
+from bench.sweep.report import BUSY_MARK, BUSY_NOTE
 from bench.train.settings import Settings
 from bench.validation.judge import CLOSE, GOALS, Cell, order, summary
 
@@ -29,7 +30,7 @@ def _row(cell: Cell) -> str:
     about = cell.settings
     error = f"{cell.error:+.1%}"
     busy = "" if cell.cores_busy is None else f"{cell.cores_busy:.0%}"
-    cells = [about.method, computation(about), str(about.workers), _network(about)]
+    cells = [about.method + BUSY_MARK * cell.disturbed, computation(about), str(about.workers), _network(about)]
     cells += [f"{1e3 * cell.predicted:.0f}", f"{1e3 * cell.measured:.0f}"]
     cells += [error if abs(cell.error) <= CLOSE else f"**{error}**"]
     cells += [f"{busy}: the limit" if cell.limited_by_cores else busy]
@@ -74,6 +75,9 @@ def markdown(title: str, about: str, cells: Sequence[Cell], failures: Sequence[F
     limited = [cell for cell in cells if not cell.real and not cell.limited_by_cores]
     if limited and len(limited) < sum(not cell.real for cell in cells):
         lines += _kind("Of these, where cores were not the limit", limited)
+    calm = [cell for cell in cells if not cell.disturbed]
+    if calm and len(calm) < len(cells):
+        lines += _kind("Where others left the machine alone", calm)
     lines += _kind("Real computation", [cell for cell in cells if cell.real])
     found = order(cells)
     lines.append(
@@ -87,6 +91,8 @@ def markdown(title: str, about: str, cells: Sequence[Cell], failures: Sequence[F
             f"{1e3 * slow.measured:.0f} ms, predicted {1e3 * fast.predicted:.0f} and {1e3 * slow.predicted:.0f} ms."
         )
     lines += ["", *_HEAD.splitlines(), *(_row(cell) for cell in cells), ""]
+    if any(cell.disturbed for cell in cells):
+        lines += [BUSY_NOTE, ""]
     if failures:
         lines += ["## Without a result", ""]
         for one in failures:

@@ -239,7 +239,10 @@ def experiment_of(mode: str) -> dict[str, Any]:
         ),
         ("against r dear wfbp", "| 1.00 (0.95 – 1.04), a tie | 6 |"),
         ("methods r", "| `mgwfbp`† | 0.900 | 0.820 – 0.975 | 6 | 1.12 | 2 |\n"),
-        ("methods r", "\n\n† on a machine that others used when a run began."),
+        (
+            "methods r",
+            "\n\n† on a machine that others used before a run, or whose host gave its cores to other guests during one.",
+        ),
         ("behind b", "0 of 1"),
         ("behind c", "3 of 5"),
         ("behind c within=0.01", "2"),
@@ -322,7 +325,7 @@ def test_views(source: str, given: str, tmp_path: Path) -> None:
         ("pivot a show=ms", "columns= is missing"),
         ("in_words ratio a dear horovod", "there are no such runs"),
         ("in_words bars c", "0.00 has no words"),
-        ("ratio r mgwfbp ddp", "or that began on a busy machine"),
+        ("ratio r mgwfbp ddp", "or whose machine others used"),
         ("methodes a", "should begin with one of about, methods"),
     ],
 )

@@ -23,6 +23,7 @@ from bench.sweep.report import write
 from bench.sweep.runner import name_of, run_all
 from bench.sweep.search import expand
 from bench.sweep.summary import group
+from bench.train.cores import was_busy
 from bench.train.origin import Origin
 from bench.train.settings import Settings, parse, to_argv
 from tests.harness import ROOT
@@ -242,6 +243,27 @@ def test_a_sweep_goes_on_where_it_stopped_and_never_caches_failures(tmp_path: Pa
     assert [one.settings.method for one in failed_of_a_sweep()] == ["horovod"]
     assert tried[2:] == ["ddp", "ddp", "horovod"]
     assert len(past.read_text().splitlines()) == 3
+
+
+def test_a_run_whose_cores_were_given_to_other_guests_is_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = {"dear": [0.3, 0.01, 0.0], "ddp": [0.2, 0.1, 0.15], "none": [None]}
+    runs = [Settings(method=name, model="mlp", workers=2) for name in shares]
+    left = {name: list(found) for name, found in shares.items()}
+
+    def attempt(run: Settings, log: Path) -> tuple[dict[str, Any] | None, str, bool]:
+        return result_of(run, 1.0, cores_stolen=left[run.method].pop(0)), "", False
+
+    journal = Journal(tmp_path / "results.jsonl", NOW)
+    run_all(runs, journal, Failures(tmp_path / "failures.jsonl"), tmp_path, 3, attempt)
+    kept = [journal.get(run) or {} for run in runs]
+    assert [one["cores_stolen"] for one in kept] == [0.01, 0.1, None]
+    assert [was_busy(one) for one in kept] == [False, True, False]
+    assert left == {"dear": [0.0], "ddp": [], "none": []}
+    told = capsys.readouterr().out
+    assert told.count("; once more") == 3
+    assert "30% taken by other guests of the host; once more" in told
 
 
 def some_results() -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from bench.sweep.failures import Failure
 from bench.sweep.journal import key
 from bench.sweep.runner import name_of
 from bench.sweep.table import read
-from bench.train.cores import busy_share, of_stat
+from bench.train.cores import busy_share, of_stat, stolen_share
 from bench.train.launcher import narrowed
 from bench.train.origin import Origin
 from bench.train.settings import Settings
@@ -518,10 +518,12 @@ def test_cores_are_busy_with_everything_but_waiting() -> None:
     before, after = (
         of_stat(f"cpu  {busy} 0 10 {idle} 5 1 2 3 0 0\ncpu0 1 1\n") for busy, idle in ((100, 50), (130, 60))
     )
-    assert before == (116, 171)
+    assert before == (116, 171, 3)
     assert busy_share(before, after) == pytest.approx(0.75)
-    assert busy_share(before, before) is None
-    assert busy_share(None, after) is None
+    assert stolen_share(before, after._replace(stolen=13)) == pytest.approx(0.25)
+    for share in (busy_share, stolen_share):
+        assert share(before, before) is None
+        assert share(None, after) is None
 
 
 # - Judging
@@ -575,3 +577,10 @@ def test_the_report_leaves_nothing_out(tmp_path: Path) -> None:
     wrong = markdown("", "", [cell(1.0, 1.0), cell(0.9, 1.2, method="ddp")], [], None)
     assert "of 1 pairs of methods that differ by more than 5%, 0 are predicted in the right order" in wrong
     assert "dear:threshold_mb=2 is faster than ddp (mlp@even:560, 2 hosts, 1gbit): measured 1000 and 1200 ms" in wrong
+    calm = "* Where others left the machine alone: 1 cells"
+    assert calm not in text
+    assert "†" not in text
+    marked = markdown("", "", [cell(1.0), replace(cell(1.2, method="ddp"), disturbed=True)], [], None)
+    assert calm in marked
+    assert "| ddp† | mlp@even:560 |" in marked
+    assert "† on a machine that others used" in marked
