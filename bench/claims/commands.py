@@ -19,6 +19,7 @@ from bench.methods.spec import family_of
 from bench.program import ROOT, from_toml
 from bench.sweep.summary import GROUP
 from bench.sweep.table import read
+from bench.train.settings import Settings
 
 __all__ = ["Command", "command", "unique"]
 
@@ -190,6 +191,18 @@ def _pipeline(name: str, found: dict[str, Any], output: Path, _repeats: int) -> 
     return Command(name, (line,), {name: seconds})
 
 
+def _predictions(name: str, found: dict[str, Any], output: Path, _repeats: int) -> Command:
+    """Predictions are sealed anew, and their cells run; nobody else sees the sealed file in between."""
+    table = ROOT / "configs" / "sweeps" / "sealed.toml"
+    words = [str(table.relative_to(ROOT)), "--sealed", str(output.with_name("sealed.json"))]
+    words += ["--output", str(output.parent)]
+    line = ("-m", "bench.validation", *words)
+    runs = [(cell["measured"], Settings(**cell["settings"])) for cell in found["cells"]]
+    seconds = sum(_START_SECONDS + step * (run.warmup + run.iterations * run.batches) for step, run in runs)
+    seconds *= 2  # what predictions need takes about as long
+    return Command(name, ((*line, "--seal"), (*line, "--uncommitted", "--json", str(output))), {name: seconds})
+
+
 _KINDS: Mapping[str, Callable[[str, dict[str, Any], Path, int], Command]] = {
     "paired": _paired,
     "collectives": _collectives,
@@ -198,6 +211,7 @@ _KINDS: Mapping[str, Callable[[str, dict[str, Any], Path, int], Command]] = {
     "local-sgd": _accuracy,
     "osdp": _experiment,
     "pipeline": _pipeline,
+    "prediction": _predictions,
 }
 
 

@@ -21,6 +21,7 @@ from bench.claims.experiments import EXPERIMENTS
 from bench.claims.judged import JUDGED
 from bench.claims.paired import PAIRED
 from bench.claims.pipelines import PIPELINES
+from bench.claims.predictions import PREDICTIONS
 from bench.claims.source import Source
 from bench.claims.sweeps import SWEEPS
 from bench.claims.words import spoken
@@ -34,7 +35,9 @@ _NAMED = re.compile(r"\w+=")
 _IN_WORDS = "in_words"  # before another view, whose number it says as a word: half, twice, a third
 _NUMBER = re.compile(r"\d+\.?\d*")
 VIEWS: Mapping[str, Callable[[Source], str]] = {
-    view.__name__: view for view in (*SWEEPS, *CURVES, *COLLECTIVES, *PAIRED, *EXPERIMENTS, *PIPELINES, *JUDGED, *AGES)
+    view.__name__: view
+    for several in (SWEEPS, CURVES, COLLECTIVES, PAIRED, EXPERIMENTS, PIPELINES, PREDICTIONS, JUDGED, AGES)
+    for view in several
 }
 
 

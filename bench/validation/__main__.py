@@ -109,12 +109,12 @@ def report(
     return 1 if failed else 0
 
 
-def checked(sealed: Seal, arguments: argparse.Namespace) -> tuple[Commitment, str]:
+def checked(sealed: Seal, arguments: argparse.Namespace) -> tuple[Commitment | None, str]:
     """The commit of a seal that runs may be held to, and what a report says of it.
 
-    Raises :class:`SealError` for any other.
+    Raises :class:`SealError` for any other, but for one that is to be used although it is :code:`--uncommitted`.
     """
-    since = commitment(arguments.sealed)
+    since = None if arguments.uncommitted else commitment(arguments.sealed)
     if sealed.table != arguments.table.read_text():
         raise SealError(f"{arguments.table} is not the table that {arguments.sealed} was made of: seal anew")
     now = today()
@@ -122,7 +122,8 @@ def checked(sealed: Seal, arguments: argparse.Namespace) -> tuple[Commitment, st
         raise SealError(
             f"predictions were sealed with {sealed.origin}, and this is {now}: check that out, seal anew, or say --keep"
         )
-    return since, f"{_told(sealed)}, in commit {since}, before any cell ran."
+    where = f"in commit {since}" if since is not None else "in no commit"
+    return since, f"{_told(sealed)}, {where}, before any cell ran."
 
 
 def recomputed(sealed: Seal, arguments: argparse.Namespace) -> tuple[Commitment | None, str]:
@@ -159,6 +160,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, help="folder of what was measured (default: logs/NAME)")
     parser.add_argument("--json", type=Path, help="write every cell here")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write Markdown here, and the picture beside it")
+    parser.add_argument(
+        "--uncommitted",
+        action="store_true",
+        help="run the cells of a sealed file that is in no commit; the report says so",
+    )
     parser.add_argument("--keep", action="store_true", help="reuse what was measured with other code, too")
     parser.add_argument("--report-only", action="store_true", help="run nothing, report what is there")
     return parser
@@ -169,6 +175,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.seal and (arguments.report_only or arguments.report or arguments.json):
         parser.error("--seal runs no cells, so there is nothing to report")
+    if arguments.uncommitted and (arguments.seal or arguments.report_only):
+        parser.error("--uncommitted is for running cells, and here none runs")
     name = arguments.table.stem
     arguments.sealed = arguments.sealed or ROOT / "docs" / "results" / "prediction" / f"{name}.json"
     folder = (arguments.output or ROOT / "logs" / name).resolve()

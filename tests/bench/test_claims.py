@@ -17,6 +17,7 @@ from bench.claims.views import RESULTS, VIEWS, render
 from bench.collectives.levels import LevelRow
 from bench.sweep.summary import group
 from bench.train.settings import Settings
+from bench.validation.judge import Cell
 from tests.bench.test_sweep import result_of
 from tests.harness import ROOT
 
@@ -183,6 +184,9 @@ def _results(folder: Path) -> Path:
     alone = {"hosts": 1, "limit_bytes": 2**31, "sent_bytes": None}
     told |= {"origin": {"commit": "abc"}, "runs": [of["a"] | alone]}
     (folder / "osdp" / "gpt2.json").write_text(json.dumps(told))
+    (folder / "prediction").mkdir()
+    sealed = predicted_cells(real=0.9, slept=1.02, limited=0.8, method="fsdp:threshold_mb=4")
+    (folder / "prediction" / "sealed.json").write_text(json.dumps({"cells": sealed, "origin": {"commit": "abc"}}))
     told_of = {"0a": {"date": "2026-11-20", "number": 70}, "0b": {"date": "2026-11-29", "number": 100}}
     (folder / "ages.json").write_text(json.dumps({"as_of": {"commit": "0b", **told_of["0b"]}, "commits": told_of}))
     return folder
@@ -212,6 +216,17 @@ def _repeated(folder: Path, base: dict[str, Any]) -> None:
     for name, results in (("r", runs), ("c", lost)):
         (folder / name).mkdir()
         (folder / name / "reports.json").write_text(json.dumps({"runs": results, "bars": []}))
+
+
+def predicted_cells(real: float, slept: float, limited: float, method: str) -> list[dict[str, Any]]:
+    """Cells as bench.validation writes them, each with its prediction of a measured second."""
+    emulated = {"emulate_compute": "mlp@even:800"}
+    shares = (({}, real, 1.0), (emulated, slept, 0.3), ({**emulated, "workers": 4}, limited, 0.95))
+    cells = [
+        Cell(Settings(method=method, **about), seconds, 1.0, busy, busy == 1.0)  # type: ignore[arg-type]
+        for about, seconds, busy in shares
+    ]
+    return [{**asdict(one), "error": one.error} for one in cells]
 
 
 def experiment_of(mode: str) -> dict[str, Any]:
@@ -304,6 +319,12 @@ def experiment_of(mode: str) -> dict[str, Any]:
         ),
         ("experiment gpt2", "| of the limit | loss at the end |"),
         ("experiment gpt2", "| none | 6 | 0.750 | 3 | 0.500 | 25.0 % | 1.250000 |"),
+        ("predicted sealed", "| all† | 3 | 10.0 % | -9.3 % | -20.0 % | 1 | 2 | 2 | 1 |"),
+        ("predicted sealed", "| slept | 2 | 11.0 % | -9.0 % | -20.0 % | 1 | 1 | 1 | 1 |"),
+        ("predicted sealed", "| slept, where cores were not the limit | 1 | 2.0 % | +2.0 % | +2.0 % | 1 | 1 | 0 | 1 |"),
+        ("predicted sealed", "| real† | 1 | 10.0 % | -10.0 % | -10.0 % | 0 | 1 | 1 | 0 |\n\n† on a machine"),
+        ("predicted_order sealed", "0 of 0"),
+        ("predicted_methods sealed", "| `fsdp` | 2 | 11.0 % |"),
         ("experiment gpt2", "8; 4 ranks on one machine. Losses of the same step are equal in every digit."),
     ],
 )

@@ -72,6 +72,7 @@ CURVES = {
 }
 TRIES = [{"rate": rate, "seconds": 2.0} for rate in (0.001, 0.01)]
 SEARCHED = {"dear": {**CURVES["dear"], "search": {"steps": 3, "tries": TRIES}}}
+PREDICTED = {"cells": [{"settings": {"method": "dear"}, "measured": 1.0}]}
 MODES = {"network": "1gbit", "arguments": ["--layers", "2"], "runs": [{"hosts": 2, "ranks": 4, "step_seconds": [1.0]}]}
 
 
@@ -91,6 +92,10 @@ MODES = {"network": "1gbit", "arguments": ["--layers", "2"], "runs": [{"hosts": 
          "--steps 5 --seeds 2 --output out/local-sgd/seconds.png --rates 0.001 0.01 --search-steps 3 --methods dear"),
         ("osdp/bert-2.json", MODES, "-m bench.experiments bert --hosts 2 --ranks-per-host 2 --network 1gbit "
          "--json out/osdp/bert-2.json -- --layers 2"),
+        ("prediction/sealed-runs.json", PREDICTED, "-m bench.validation configs/sweeps/sealed.toml "
+         "--sealed out/prediction/sealed.json --output out/prediction --seal && python -m bench.validation "
+         "configs/sweeps/sealed.toml --sealed out/prediction/sealed.json --output out/prediction --uncommitted "
+         "--json out/prediction/sealed-runs.json"),
     ],
 )  # fmt: skip
 def test_a_file_says_how_it_is_made(name: str, data: dict[str, Any], told: str) -> None:

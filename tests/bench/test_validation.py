@@ -450,9 +450,16 @@ def test_sealing_measures_what_predictions_need_and_none_of_the_cells(
     assert main() == 2
     assert not ran
     assert "not a git repository" in capsys.readouterr().err
+    # But where that is asked for, and the report says so.
+    ready.runs[key(cells[0].to_dict())] = {**next(iter(ready.runs.values())), "settings": asdict(cells[0])}
+    monkeypatch.setattr("sys.argv", [*argv, "--uncommitted", "--report", str(tmp_path / "report.md")])
+    assert main() == 1
+    assert ran == [cells[0]]
+    assert f"SHA-256 {found.sha256}, in no commit, before any cell ran." in (tmp_path / "report.md").read_text()
     # Once it is, what is predicted runs, and is held to what was sealed.
     _committed(tmp_path)
-    ready.runs[key(cells[0].to_dict())] = {**next(iter(ready.runs.values())), "settings": asdict(cells[0])}
+    (tmp_path / "logs" / found.sha256[:12] / "results.jsonl").unlink()
+    ran.clear()
     monkeypatch.setattr("sys.argv", [*argv, "--report", str(tmp_path / "report.md")])
     assert main() == 1
     assert ran == [cells[0]]
