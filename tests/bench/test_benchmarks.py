@@ -244,7 +244,7 @@ def test_a_busy_machine_is_refused_or_marked(bench: Bench, capsys: pytest.Captur
     runs = json.loads((bench.folder / "reports.json").read_text())["runs"]
     assert sorted((run["settings"]["workers"], run["busy_before"]) for run in runs) == [(2, 0.6)] * 3 + [(4, 0.02)] * 3
     assert bench.report.count("| dear† |") == bench.report.count("| dear |") == 1
-    assert "† on a machine that others used when a run began." in bench.report
+    assert "† on a machine that others used before a run" in bench.report
 
 
 def test_runs_are_repeated_in_turn_there_and_back(bench: Bench) -> None:
