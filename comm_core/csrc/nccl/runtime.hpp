@@ -56,7 +56,8 @@ class NcclRuntime final : public Provider {
   std::map<int, std::shared_ptr<const Device>> devices_;
   std::vector<std::shared_ptr<NcclGroup>> groups_;
   std::shared_ptr<Engine> clerk_, watch_;  // none before the first group, and after finalize()
-  std::optional<std::pair<std::shared_ptr<Engine>, std::shared_ptr<Engine>>> stuck_;  // their threads outlive finalize()
+  // Those of a finalize() that gave up on them: their threads go on.
+  std::optional<std::pair<std::shared_ptr<Engine>, std::shared_ptr<Engine>>> stuck_;
 };
 
 }  // namespace comm_core
