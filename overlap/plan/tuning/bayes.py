@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import random
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -41,9 +42,11 @@ class BayesianSearch:
             raise ValueError("a search needs at least one dimension and got none")
         if not available():
             raise ImportError("tuning needs the bayesian-optimization package: pip install bayesian-optimization")
+        state = random.getstate()  # from which packages draw names of files while they are imported
         from bayes_opt import BayesianOptimization, acquisition
         from sklearn.gaussian_process.kernels import Matern
 
+        random.setstate(state)
         self._dimensions = tuple(dimensions)
         self._seeds = 2 + len(self._dimensions)
         self._asked = 0
