@@ -42,7 +42,7 @@ def _rows(named: dict[str, list[Cell]], mark: str) -> Iterator[list[str]]:
 
 def _table(of: str, named: dict[str, list[Cell]], mark: str) -> str:
     errors = ["median error", "mean, with its sign", "worst"]
-    counts = [f"within {CLOSE:.0%}", f"within {_WIDE:.0%}", "too fast", "too slow"]
+    counts = [*(f"within {100 * share:.0f} %" for share in (CLOSE, _WIDE)), "too fast", "too slow"]
     return table([of, "cells", *errors, *counts], _rows(named, mark))
 
 

@@ -27,7 +27,7 @@ from bench.sweep.failures import Failure
 from bench.sweep.journal import Occupied, alone
 from bench.sweep.report import provenance
 from bench.sweep.table import Sweep, read, select
-from bench.train.cores import was_busy
+from bench.train.cores import Busy, was_busy
 from bench.train.origin import UNCOMMITTED, today
 from bench.train.settings import Settings
 from bench.validation import seal as seals
@@ -42,7 +42,7 @@ DEFAULT = ROOT / "configs" / "sweeps" / "sealed.toml"
 
 def seal(sweep: Sweep, arguments: argparse.Namespace, folder: Path) -> int:
     """Predict all cells, of which nothing is run, and write the sealed file; returns 1 where a cell has no prediction."""
-    shop, missing = Workshop(folder, today(), keep=arguments.keep), {}
+    shop, missing = Workshop(folder, today(), keep=arguments.keep, busy=arguments.busy), {}
     for cell in sweep.runs:
         try:
             shop.measure(cell)
@@ -166,6 +166,9 @@ def _parser() -> argparse.ArgumentParser:
         help="run the cells of a sealed file that is in no commit; the report says so",
     )
     parser.add_argument("--keep", action="store_true", help="reuse what was measured with other code, too")
+    parser.add_argument(
+        "--busy", action="store_true", help="measure while others use the machine, and mark the results"
+    )
     parser.add_argument("--report-only", action="store_true", help="run nothing, report what is there")
     return parser
 
@@ -200,9 +203,10 @@ def main() -> int:
             if sealed is None:
                 return seal(sweep, arguments, folder)
             # Cells that ran before are of another seal: this one has a folder of its own.
-            runs = Runs(folder / sealed.sha256[:12], today(), keep=arguments.keep or arguments.report_only)
+            keep = arguments.keep or arguments.report_only
+            runs = Runs(folder / sealed.sha256[:12], today(), keep=keep, busy=arguments.busy)
             return report(sweep, sealed, since, about, runs, arguments)
-    except Occupied as error:
+    except (Occupied, Busy) as error:
         say(str(error))
         return 2
 

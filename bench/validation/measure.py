@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from bench.methods.method import MethodUnavailable
 from bench.sweep.failures import Failures
 from bench.sweep.journal import Journal, key
 from bench.sweep.runner import attempt, name_of, run_all
+from bench.train.cores import look
 from bench.train.origin import Origin
 from bench.train.settings import Settings
 from bench.validation import known, probe
@@ -23,18 +25,22 @@ _TRIES = 3
 
 
 class Runs:
-    """The results of runs, kept in `folder`; those of another `origin` count only where they are to `keep`."""
+    """The results of runs, kept in `folder`; those of another `origin` count only where they are to `keep`.
 
-    def __init__(self, folder: Path, origin: Origin, *, keep: bool = False) -> None:
+    `busy`: runs are made, and marked, although others use the machine. Else that raises :class:`bench.train.cores.Busy`.
+    """
+
+    def __init__(self, folder: Path, origin: Origin, *, keep: bool = False, busy: bool = False) -> None:
         self.logs = folder / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(folder / "results.jsonl", origin, keep=keep)
         self._failures = Failures(folder / "failures.jsonl")
+        self._look = partial(look, allowed=busy)
 
     def measure(self, settings: Settings) -> Mapping[str, Any] | None:
         """The result of a run, which is made unless it is there; None where it fails."""
         if self.journal.get(settings) is None:
-            run_all([settings], self.journal, self._failures, self.logs, _TRIES)
+            run_all([settings], self.journal, self._failures, self.logs, _TRIES, attempt, self._look)
         return self.journal.get(settings)
 
     def reason(self, settings: Settings) -> str:
@@ -45,12 +51,12 @@ class Runs:
 class Workshop:
     """Measures :class:`bench.validation.facts.Facts`, and keeps in `folder` what they are made of.
 
-    `keep`: what was measured with other code counts, too.
+    `keep`: what was measured with other code counts, too. `busy`: as of :class:`Runs`.
     """
 
-    def __init__(self, folder: Path, origin: Origin, *, keep: bool = False) -> None:
+    def __init__(self, folder: Path, origin: Origin, *, keep: bool = False, busy: bool = False) -> None:
         self.facts = Facts(os.cpu_count() or 1)
-        self._runs = Runs(folder, origin, keep=keep)
+        self._runs = Runs(folder, origin, keep=keep, busy=busy)
         self._probes, self._profiles = folder / "probes", folder / "profiles"
         for place in (self._probes, self._profiles):
             place.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from bench.sweep.failures import Failure
 from bench.sweep.journal import key
 from bench.sweep.runner import name_of
 from bench.sweep.table import read
-from bench.train.cores import busy_share, of_stat, stolen_share
+from bench.train.cores import Busy, busy_share, of_stat, stolen_share
 from bench.train.launcher import narrowed
 from bench.train.origin import Origin
 from bench.train.settings import Settings
@@ -408,9 +408,16 @@ def test_sealing_measures_what_predictions_need_and_none_of_the_cells(
     (tmp_path / "table.toml").write_text(TWO_CELLS)
     cells = list(read(tmp_path / "table.toml").runs)
     ready, ran, begun = _facts(cells), [], "2020-01-02T03:04:06+00:00"
+    others = 0.6  # of the cores
 
-    def run(runs: list[Settings], journal: Any, *_: Any) -> None:
+    def look(*, allowed: bool) -> float:
+        if others > 0 and not allowed:
+            raise Busy("other processes keep 60%")
+        return others
+
+    def run(runs: list[Settings], journal: Any, *rest: Any) -> None:
         for one in runs:
+            rest[-1]()
             ran.append(one)
             journal.add({**ready.runs[key(one.to_dict())], "origin": journal_origin.to_dict(), "begun": begun})
 
@@ -420,6 +427,7 @@ def test_sealing_measures_what_predictions_need_and_none_of_the_cells(
         return ready.probes[known.named(kind, hosts, rate)]
 
     journal_origin = Origin("abc", "2", {})
+    monkeypatch.setattr("bench.validation.measure.look", look)
     monkeypatch.setattr("bench.validation.measure.run_all", run)
     monkeypatch.setattr("bench.validation.measure.probe.measure", probed)
     monkeypatch.setattr("bench.validation.__main__.today", lambda: journal_origin)
@@ -436,7 +444,12 @@ def test_sealing_measures_what_predictions_need_and_none_of_the_cells(
         str(tmp_path / "logs"),
     ]
     monkeypatch.setattr("sys.argv", [*argv, "--seal"])
+    assert main() == 2
+    assert "other processes keep 60%" in capsys.readouterr().err
+    assert not ran
+    monkeypatch.setattr("sys.argv", [*argv, "--seal", "--busy"])
     assert main() == 1  # ddp has no prediction
+    others = 0.0
     assert not set(ran) & set(cells)
     assert sorted(ran, key=str) == sorted(dict.fromkeys(run for cell in cells for run in known.needed(cell)), key=str)
     found = unsealed(sealed)

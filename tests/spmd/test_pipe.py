@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -104,6 +105,19 @@ def _both(stages: int, strategy: str) -> tuple[Any, ...]:
     return plain, piped, theirs, ours, mesh
 
 
+def _step(both: tuple[Any, ...], batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """A step of both, with a batch for each of the pipelines beside each other."""
+    plain, piped, theirs, ours, mesh = both
+    theirs.zero_grad()
+    ours.zero_grad()
+    for x, y in batches:
+        (_loss(plain(x), y) / len(batches)).backward()
+    x, y = batches[mesh.coordinate["data"]]
+    piped.step(x, target=y)
+    theirs.step()
+    ours.step()
+
+
 def _same(piped: pipe.Pipe, plain: nn.Module) -> None:
     saved = plain.state_dict()
     for name, value in piped.state_dict().items():
@@ -115,16 +129,11 @@ def _same(piped: pipe.Pipe, plain: nn.Module) -> None:
 def test_steps_may_have_other_numbers_of_micro_batches(strategy: str, stages: int) -> None:
     if dear.size() % stages:
         pytest.skip("other numbers of ranks")
-    plain, piped, theirs, ours, mesh = _both(stages, strategy)
-    shares, mine = mesh.size("data"), mesh.coordinate["data"]
+    plain, piped, *_, mesh = both = _both(stages, strategy)
+    shares = mesh.size("data")
     for step, rows in enumerate((2, 2, 8, 3, 8)):
         x, y = _batch(step, rows * shares)
-        theirs.zero_grad()
-        ours.zero_grad()
-        _loss(plain(x), y).backward()
-        piped.step(x.chunk(shares)[mine], target=y.chunk(shares)[mine])
-        theirs.step()
-        ours.step()
+        _step(both, list(zip(x.chunk(shares), y.chunk(shares), strict=True)))
     _same(piped, plain)
 
 
@@ -133,18 +142,10 @@ def test_steps_may_have_other_numbers_of_micro_batches(strategy: str, stages: in
 def test_pipelines_beside_each_other_may_have_other_numbers_of_micro_batches(strategy: str, stages: int) -> None:
     if dear.size() % stages:
         pytest.skip("other numbers of ranks")
-    plain, piped, theirs, ours, mesh = _both(stages, strategy)
-    shares, mine = mesh.size("data"), mesh.coordinate["data"]
+    plain, piped, *_, mesh = both = _both(stages, strategy)
     for step in range(4):
-        batches = [_batch(10 * step + share, 4 if (step + share) % 2 else 3) for share in range(shares)]
-        theirs.zero_grad()
-        ours.zero_grad()
-        for x, y in batches:
-            (_loss(plain(x), y) / shares).backward()
-        x, y = batches[mine]
-        piped.step(x, target=y)
-        theirs.step()
-        ours.step()
+        shares = range(mesh.size("data"))
+        _step(both, [_batch(10 * step + share, 4 if (step + share) % 2 else 3) for share in shares])
     _same(piped, plain)
 
 
