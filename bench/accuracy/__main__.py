@@ -182,7 +182,8 @@ def _learned(prepared: dict[str, tuple[Settings, Method]], curves: Curves, argum
             if len(one["runs"]) < seed:
                 rate = search.best(one["search"]) if "search" in one else TASKS[arguments.task].arguments["lr"]
                 task = {"task": arguments.task, "steps": arguments.steps, "seed": seed, "rate": rate}
-                one.update(curve([*one["runs"], run(settings, chosen, task, busy=arguments.busy)]))
+                busy = arguments.busy or arguments.network == "local"  # there, losses over steps are all that counts
+                one.update(curve([*one["runs"], run(settings, chosen, task, busy=busy)]))
                 leave(curves, arguments)
 
 

@@ -89,32 +89,32 @@ def first_steps(source: Source) -> str:
     return f"{(mine[count - 1] - other[count - 1]) / (mine[-1] - other[-1]):.2f}"
 
 
-def _runs(source: Source) -> dict[str, Any]:
+def _runs(source: Source, *, timed: bool) -> dict[str, Any]:
     """The runs of every method of ``docs/results/FILE.json``, by its name as a cell."""
     found = source.raw(f"{source.words[0]}.json")
     named = {}
     for name, one in found.items():
         commits = [run.get("origin", one["origin"])["commit"] for run in one["runs"]]
         mark = "\\*" if any(UNCOMMITTED in commit for commit in commits) else ""
-        named[f"`{name}`{mark}{_busy(one)}"] = one["runs"]
+        named[f"`{name}`{mark}{_busy(one) if timed else ''}"] = one["runs"]
     return named
 
 
-def _counted(source: Source, made: Callable[[Mapping[str, Sequence[Any]]], list[list[str]]]) -> str:
-    """A table with the number of seeds in its last column."""
-    runs = _runs(source)
+def _counted(source: Source, made: Callable[[Mapping[str, Sequence[Any]]], list[list[str]]], *, timed: bool) -> str:
+    """A table with the number of seeds in its last column. Where it is `timed`, runs on a busy machine are marked."""
+    runs = _runs(source, timed=timed)
     head, *rows = counted(made(runs), runs)
     return table(head, rows)
 
 
 def learned(source: Source) -> str:
     """learned FILE: what methods of ``bench.accuracy`` are worth on data that was held out; its means over seeds."""
-    return _counted(source, held_out)
+    return _counted(source, held_out, timed=False)
 
 
 def seconds_to(source: Source) -> str:
     """seconds_to FILE: how long methods of ``bench.accuracy`` take to three losses of the first one."""
-    return _counted(source, partial(reached, timed=True))
+    return _counted(source, partial(reached, timed=True), timed=True)
 
 
 def steps(source: Source) -> str:

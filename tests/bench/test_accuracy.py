@@ -346,6 +346,7 @@ def test_seeds_that_a_method_lacks_are_added(tmp_path: Path, monkeypatch: pytest
 
     def run(settings: Any, _: object, task: dict[str, Any], *, busy: bool) -> dict[str, object]:
         asked.append((settings.method, task["seed"]))
+        assert busy, "without a network seconds do not count"
         return {**CURVES["dear"], "seed": task["seed"], "origin": {"commit": f"abc{task['seed']}"}}
 
     monkeypatch.setattr("bench.accuracy.__main__.run", run)
@@ -375,7 +376,6 @@ def test_a_task_is_learned_at_searched_rates_and_what_is_equal_is_so_in_all_bits
         "12",
         "--seeds",
         "1",
-        "--busy",
         "--output",
         str(output),
     ]
