@@ -48,20 +48,11 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _runs_the_backend() -> bool:
-    import torch
-
-    from dear.backend.versions import is_supported
-
-    return is_supported(torch.__version__)
-
-
 _ENVIRON = pytest.StashKey[dict[str, str]]()
 CONDITIONS = {
     "needs_root": (lambda: os.geteuid() == 0, "needs root"),
     "needs_gpu": (_has_gpu, "needs a CUDA device"),
     "needs_horovod": (lambda: importlib.util.find_spec("horovod") is not None, "needs Horovod"),
-    "needs_backend": (_runs_the_backend, "needs torch 2.7, from which on the backend of torch.distributed runs"),
     "slow": (lambda: os.environ.get("DEAR_SLOW_TESTS") in ("1", "only"), "slow; make test-slow runs it"),
 }
 

@@ -74,7 +74,6 @@ def test_suite_on_a_pretended_device(record_property: Callable[[str, object], No
     record_property("suite", f"spmd       pretended device, mpi, 2 rank(s): {counts}, {last.seconds:.0f} s")
 
 
-@pytest.mark.needs_backend
 @pytest.mark.timeout(_SECONDS + 60)
 @pytest.mark.parametrize(
     ("backend", "size"),

@@ -18,7 +18,7 @@ from torch import Tensor
 from comm_core import InvalidUsage
 from dear.backend import reductions
 from dear.backend.memory import Finish, apart, flat, landing, landings, sources
-from dear.backend.works import SeveralWorks
+from dear.backend.works import as_one
 from overlap.transport.native import NativeCommunicator
 from overlap.transport.operation import Operation, all_gather, all_reduce, all_to_all, barrier, broadcast, reduce
 from overlap.transport.operation import reduce_scatter as reduce_and_scatter
@@ -41,8 +41,7 @@ class Collectives:
     """
 
     def _each(self, call: Callable[..., Any], *arguments: Sequence[Any]) -> Any:
-        works = [call(*each) for each in zip(*arguments, strict=True)]
-        return works[0] if len(works) == 1 else SeveralWorks(works)
+        return as_one([call(*each) for each in zip(*arguments, strict=True)])
 
     # - Reductions
 

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 import comm_core
 from dear.backend.group import Group, Place
-from dear.backend.versions import require_torch
 from dear.backend.watch import Watch
 from overlap.job import settings
 from overlap.transport.native import NativeCommunicator
@@ -49,10 +47,9 @@ _world = _World(0)
 def create(options: Any, _backend_options: Any) -> Group:
     """The group that torch asks for; it calls this on every rank of it.
 
-    Raises ``TransportError`` where the ranks of the first one cannot connect, and ``Unsupported`` where torch is too old.
+    Raises ``TransportError`` where the ranks of the first one cannot connect.
     """
     global _world
-    require_torch(torch.__version__)
     name, store = str(options.group_id), options.store
     rank, size, seconds = options.group_rank, options.group_size, options.timeout.total_seconds()
     if options.global_ranks_in_group:

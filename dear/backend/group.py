@@ -20,7 +20,7 @@ from dear.backend.completion import Completer
 from dear.backend.memory import Finish, flat, landing
 from dear.backend.monitored import monitored_barrier
 from dear.backend.watch import Watch
-from dear.backend.works import GroupWork, SeveralWorks
+from dear.backend.works import GroupWork, as_one
 from overlap.transport.forks import Origin
 from overlap.transport.native import NativeCommunicator
 from overlap.transport.operation import Operation
@@ -215,7 +215,7 @@ class Group(Collectives, dist.ProcessGroup):
         if torch.device(device).type != "cpu":
             return self._other(torch.device(device).type)._end_coalescing(device)
         works, self._coalesced = self._coalesced or [], None
-        return SeveralWorks(works)
+        return as_one(works)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that tells which ranks have not come within `timeout`: ``TransportError``, on every rank.

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # torch does not list it
 from torch.distributed.distributed_c10d import Work as TorchWork
 
 import comm_core
@@ -17,7 +18,7 @@ from dear.backend.completion import Completer
 from dear.backend.memory import Finish
 from overlap.transport.work import Work
 
-__all__ = ["GroupWork", "Owner", "SeveralWorks"]
+__all__ = ["GroupWork", "Owner", "as_one"]
 
 NO_LIMIT = timedelta(0)  # of a wait: the operation's own holds
 _MESSAGES = ("send", "recv")
@@ -36,6 +37,12 @@ class Owner(Protocol):
         """What completes futures: of `messages` between two ranks, or of collectives."""
 
 
+# Before 2.7 the C++ of torch keeps no reference to the works in Python that it has. What DDP and DTensor wait for would be
+# gone by then, and they would wait forever.
+_TORCH_KEEPS = torch.__version__ >= "2.7"
+_unwaited: set[TorchWork] = set()  # calls that nobody has waited for yet; where torch does not keep them
+
+
 class GroupWork(TorchWork):
     """One call: an operation of the engine, and then `finish`, on whatever thread is the first to wait for it.
 
@@ -49,6 +56,8 @@ class GroupWork(TorchWork):
         self._finish = finish
         self._lock = threading.Lock()  # of the last one
         self._future: torch.futures.Future[Any] | None = None
+        if not _TORCH_KEEPS:
+            _unwaited.add(self)
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Block until the results are there; True. Raises what went wrong.
@@ -66,6 +75,7 @@ class GroupWork(TorchWork):
                 finish, self._finish = self._finish, None
                 if finish is not None:
                     finish()
+        _unwaited.discard(self)
 
     def _await(self, patience: float | None) -> None:
         work, left = self._work, max(0.0, self._until - time.monotonic())
@@ -116,7 +126,15 @@ class GroupWork(TorchWork):
         return self._future
 
 
-class SeveralWorks(TorchWork):
+def as_one(works: Sequence[TorchWork]) -> TorchWork:
+    """Several calls as one, for which functional collectives wait once for each of them."""
+    if len(works) == 1:
+        return works[0]
+    several = _SeveralWorks(works)
+    return several if _TORCH_KEEPS else _create_work_from_future(several.get_future())
+
+
+class _SeveralWorks(TorchWork):
     """Several calls as one."""
 
     def __init__(self, works: Sequence[TorchWork]) -> None:

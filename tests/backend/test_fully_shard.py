@@ -34,8 +34,10 @@ from tests.backend.training import (
     train,
     whole_batch,
 )
-from tests.backend.world import FOUR, OF_TORCH, OVER_GLOO, SEVERAL, same_everywhere
+from tests.backend.world import FOUR, OVER_GLOO, SEVERAL, fails_before, same_everywhere
 from tests.spmd_plugin import RANK, SIZE
+
+pytestmark = fails_before("2.7")
 
 
 def _sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
@@ -79,7 +81,7 @@ def test_several_backwards_before_a_step() -> None:
     close([p.grad.full_tensor() for p in model.parameters()], [p.grad for p in reference.parameters()])
 
 
-@OF_TORCH
+@fails_before("2.10")
 def test_gradients_are_clipped_by_the_norm_of_all() -> None:
     model = model_of()
     reference = copy.deepcopy(model)
@@ -106,7 +108,7 @@ def test_forward_and_reduction_in_16_bits() -> None:
     close(parameters_of(model), [one.float() for one in expected], tolerance=0.03)
 
 
-@OF_TORCH
+@fails_before("2.8")
 @FOUR
 @pytest.mark.four_ranks
 @pytest.mark.parametrize("reshard", [True, False])

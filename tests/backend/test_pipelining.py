@@ -45,14 +45,23 @@ def _made(schedule: Any, stages: Any) -> Any:
     return schedule(stages, CHUNKS, loss_fn=_loss, **told)
 
 
-def _schedule(kind: str, model: nn.Sequential, group: Any) -> tuple[Any, list[PipelineStage], nn.ModuleList]:
+def _stage(module: Any, number: int, count: int, group: Any, rows: int) -> PipelineStage:
+    """Before torch 2.6, a stage asks for an example of what it is given."""
+    asks = inspect.signature(PipelineStage).parameters["input_args"].default is inspect.Parameter.empty
+    example = torch.empty(rows // CHUNKS, module[0][0].in_features, dtype=torch.float64)
+    told = {"input_args": (example,)} if asks else {}
+    return PipelineStage(module, number, count, torch.device("cpu"), group=group, **told)
+
+
+def _schedule(
+    kind: str, model: nn.Sequential, group: Any, rows: int = ROWS
+) -> tuple[Any, list[PipelineStage], nn.ModuleList]:
     """The schedule, this rank's stages and their modules; with interleaving, a rank has two."""
     numbers = [RANK, RANK + SIZE] if kind == "interleaved" else [RANK]
     count = len(numbers) * SIZE
     per = len(model) // count
     modules = nn.ModuleList(model[number * per : (number + 1) * per] for number in numbers)
-    device = torch.device("cpu")
-    stages = [PipelineStage(m, n, count, device, group=group) for m, n in zip(modules, numbers, strict=True)]
+    stages = [_stage(m, n, count, group, rows) for m, n in zip(modules, numbers, strict=True)]
     if kind == "interleaved":
         return _made(ScheduleInterleaved1F1B, stages), stages, modules
     return _made({"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[kind], stages[0]), stages, modules
@@ -85,9 +94,9 @@ def test_what_one_process_learns(kind: str) -> None:
 def test_many_runs(kind: str) -> None:
     """Of messages that a socket takes at once, and of others that it does not."""
     with group_of() as group:
-        for width, runs in ((WIDTH, RUNS - 30), (2048, 30)):
+        for width, rows, runs in ((WIDTH, ROWS, RUNS - 30), (2048, 128, 30)):
             model = _layers(SIZE, width)
-            schedule, stages, modules = _schedule(kind, model, group)
+            schedule, stages, modules = _schedule(kind, model, group, rows)
             for run in range(runs):
-                _step(schedule, stages, _batch(run, width, 128 if width > WIDTH else ROWS))
+                _step(schedule, stages, _batch(run, width, rows))
             assert all(parameter.grad is not None for parameter in modules.parameters())

@@ -19,7 +19,6 @@ BACKEND = os.environ.get("DEAR_TEST_C10D", "dear")
 OVER_GLOO = BACKEND == "gloo"
 SEVERAL = pytest.mark.skipif(SIZE == 1, reason="takes several ranks")
 FOUR = pytest.mark.skipif(SIZE != 4, reason="takes four ranks")
-OF_TORCH = pytest.mark.skipif(torch.__version__ < "2.8", reason="fails in torch 2.7, over gloo, too")
 NO_GAPS = pytest.mark.skipif(OVER_GLOO, reason="gloo takes what lies between for elements")
 ALL = list(range(SIZE))
 
@@ -31,6 +30,11 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.int8)
 REDUCED = (*FLOATS, *INTEGERS)
 MOVED = (*REDUCED, torch.bool, torch.complex64)
+
+
+def fails_before(version: str) -> pytest.MarkDecorator:
+    """Of tests that fail over gloo, too, with any torch before `version`."""
+    return pytest.mark.skipif(torch.__version__ < version, reason=f"fails before torch {version}, over gloo, too")
 
 
 def register() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.harness import Result, run_script
 
-pytestmark = pytest.mark.needs_backend
 IMPORTS = """
 import os, signal, sys, time, torch, torch.distributed as dist
 from datetime import timedelta

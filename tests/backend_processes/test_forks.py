@@ -9,8 +9,6 @@ import pytest
 
 from tests.harness import run_ranks, run_script
 
-pytestmark = pytest.mark.needs_backend
-
 # What one process learns from all rows, in the batches that the ranks have together.
 TRAINING = """
 import os, sys, torch, torch.distributed as dist

@@ -8,7 +8,6 @@ import pytest
 
 from tests.harness import run_script
 
-pytestmark = pytest.mark.needs_backend
 LAUNCHERS = ("torchrun", "mpi", "dearrun", "restarts")
 SCRIPT = """
 import torch, torch.distributed as dist

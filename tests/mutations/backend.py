@@ -37,7 +37,7 @@ MUTATIONS = [
         "nobody leaves a barrier before all have come",
         "dear/backend/collectives.py",
         "return self.issue(barrier(label=self.label), [], timeout or opts)",
-        "return SeveralWorks([])",
+        "return as_one([])",
         "torchrun-2 tests/backend/test_limits.py -k leaves_a_barrier",
     ),
     Mutation(
