@@ -148,7 +148,8 @@ def earlier(arguments: argparse.Namespace) -> Curves:
 def _same_search(file: Path, name: str, one: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Raises ``ValueError`` unless a method's search in a file is a part, or all, of the one that is asked for."""
     made, asked = search.grid_of(one["search"]) if "search" in one else [], arguments.rates or []
-    if made != asked and (one["runs"] or not set(made) <= set(asked)):
+    grows = bool(made) and name in arguments.methods
+    if made != asked and not (set(made) <= set(asked) and (grows or not one["runs"])):
         has, want = (
             f"--rates {' '.join(f'{rate:g}' for rate in rates)}" if rates else "no --rates" for rates in (made, asked)
         )
@@ -175,15 +176,19 @@ def _searched(prepared: dict[str, tuple[Settings, Method]], curves: Curves, argu
 
 
 def _learned(prepared: dict[str, tuple[Settings, Method]], curves: Curves, arguments: argparse.Namespace) -> None:
-    """Measure the seeds that methods lack: methods in turn, so that what the machine does then, it does to all."""
+    """Measure the seeds that methods lack: methods in turn, so that what the machine does then, it does to all.
+
+    If a search has tried more rates since, and found a better one, its seeds are measured again.
+    """
     for seed in range(1, arguments.seeds + 1):
         for spec, (settings, chosen) in prepared.items():
             one = curves.setdefault(spec, {"runs": []})
-            if len(one["runs"]) < seed:
-                rate = search.best(one["search"]) if "search" in one else TASKS[arguments.task].arguments["lr"]
+            rate = search.best(one["search"]) if "search" in one else TASKS[arguments.task].arguments["lr"]
+            kept = [made for made in one["runs"] if made.get("rate", rate) == rate]
+            if len(kept) < seed:
                 task = {"task": arguments.task, "steps": arguments.steps, "seed": seed, "rate": rate}
                 busy = arguments.busy or arguments.network == "local"  # there, losses over steps are all that counts
-                one.update(curve([*one["runs"], run(settings, chosen, task, busy=busy)]))
+                one.update(curve([*kept, run(settings, chosen, task, busy=busy)]))
                 leave(curves, arguments)
 
 

@@ -93,7 +93,7 @@ def reached(methods: Mapping[str, Sequence[Run]], *, timed: bool) -> list[list[s
     def reach(run: Run, loss: float) -> float | None:
         return steps_to(run, loss) if window is None else seconds_to(run, loss, window)
 
-    rows = [["method", *(f"{loss:.3f}" for loss in losses), *(["steps", "seconds of all"] if timed else [])]]
+    rows = [["method", *(f"{loss:.4g}" for loss in losses), *(["steps", "seconds of all"] if timed else [])]]
     for name, runs in methods.items():
         cells = [_in_words([reach(run, loss) for run in runs], 1 if timed else 0) for loss in losses]
         if timed:

@@ -265,7 +265,10 @@ def test_methods_of_one_file_share_a_grid(tmp_path: Path) -> None:
     begun = {"runs": [], "search": {"steps": 20, "tries": SEARCH["tries"][:1]}}  # was interrupted
     there.write_text(json.dumps({"dear": searched, "ddp": begun}))
     asked = {"steps": 3, "methods": ["dear"], "network": "local", "output": tmp_path / "curves.png", "search_steps": 20}
-    assert earlier(Namespace(**asked, rates=[0.01, 0.1])).keys() == {"dear", "ddp"}
+    for rates in ([0.01, 0.1], [0.01, 0.1, 1.0]):  # more of them, for every method that is there
+        assert earlier(Namespace(**asked, rates=rates)).keys() == {"dear", "ddp"}
+    with pytest.raises(ValueError, match=r"has --rates 0.01 0.1 of dear, and --rates 0.01 0.1 1 is asked for"):
+        earlier(Namespace(**{**asked, "methods": ["ddp"]}, rates=[0.01, 0.1, 1.0]))
     for rates, told in ((None, "no --rates is asked for"), ([0.01, 1.0], "--rates 0.01 1 is asked for")):
         with pytest.raises(ValueError, match=f"has --rates 0.01 0.1 of dear, and {told}: methods share one grid"):
             earlier(Namespace(**asked, rates=rates))
@@ -339,6 +342,32 @@ def test_rates_are_searched_before_any_seed_and_what_is_there_is_not_tried_again
     monkeypatch.setattr(sys, "argv", ["bench.accuracy", "--search-steps", "2"])
     with pytest.raises(SystemExit):
         main()
+
+
+def test_more_rates_are_tried_and_only_who_takes_another_one_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int, float]] = []
+
+    def run(settings: Any, _: object, task: dict[str, Any], *, busy: bool) -> dict[str, Any]:
+        asked.append((settings.method, task["seed"], task["rate"]))
+        losses = [2.0 + abs(task["rate"] - {"dear": 0.1, "ddp": 0.4}[settings.method])] * task["steps"]
+        return {**_kept(task["seed"], losses, losses), "rate": task["rate"], "origin": {"commit": "abc"}}
+
+    monkeypatch.setattr("bench.accuracy.__main__.run", run)
+    monkeypatch.setattr("bench.accuracy.__main__.end_in_order", lambda: None)
+    command = ["bench.accuracy", "--steps", "3", "--seeds", "2", "--output", str(tmp_path / "x.png")]
+    command += ["--methods", "dear", "ddp", "--rates", "0.1", "0.2"]
+    for more in ([], ["0.4", "--add"]):
+        asked.clear()
+        monkeypatch.setattr(sys, "argv", command + more)
+        assert main() == 0
+    assert asked == [("dear", 0, 0.4), ("ddp", 0, 0.4), ("ddp", 1, 0.4), ("ddp", 2, 0.4)]
+    there = json.loads((tmp_path / "x.json").read_text())
+    assert {name: [run["rate"] for run in one["runs"]] for name, one in there.items()} == {
+        "dear": [0.1, 0.1],
+        "ddp": [0.4, 0.4],
+    }
 
 
 def test_seeds_that_a_method_lacks_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
