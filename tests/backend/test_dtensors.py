@@ -83,7 +83,7 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=fails_before("2.5"))])
 def test_tensor_parallel_layers(sequence: bool) -> None:
     """With the sequence divided, too: an all-gather and a reduce-scatter in place of an all-reduce."""
     torch.manual_seed(5)

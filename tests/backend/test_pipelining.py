@@ -14,7 +14,10 @@ from tests.backend.training import close
 from tests.backend.world import SEVERAL, group_of
 from tests.spmd_plugin import RANK, SIZE
 
-pytestmark = SEVERAL
+pytestmark = [
+    SEVERAL,
+    pytest.mark.skipif("2.9" <= torch.__version__ < "2.10", reason="stages of torch 2.9 abort over gloo, too"),
+]
 CHUNKS, ROWS, WIDTH = 8, 16, 6
 RUNS = 300
 
