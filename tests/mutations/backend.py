@@ -111,10 +111,17 @@ MUTATIONS = [
         "torchrun-2 tests/backend/test_groups.py -k second_device",
     ),
     Mutation(
-        "a torch with which works are lost is refused",
-        "dear/backend/versions.py",
-        "_OLDEST = 2, 7",
-        "_OLDEST = 2, 4",
-        "tests/dear/backend/test_versions.py -k older",
+        "a torch that keeps no works has them until they are waited for",
+        "dear/backend/works.py",
+        "            _unwaited.add(self)\n",
+        "            pass\n",
+        "tests/dear/backend/test_works.py -k until_they_are_waited_for",
+    ),
+    Mutation(
+        "several calls may be waited for once for each tensor",
+        "dear/backend/works.py",
+        "    return several if _TORCH_KEEPS else _create_work_from_future(several.get_future())\n",
+        "    return several\n",
+        "tests/dear/backend/test_works.py -k as_often",
     ),
 ]
