@@ -27,6 +27,7 @@ from bench.accuracy import search
 from bench.accuracy.curve import draw, report
 from bench.accuracy.ranks import DIVERGED, diverged, gathered
 from bench.accuracy.report import markdown
+from bench.accuracy.stored import curve, stored, whole
 from bench.accuracy.tasks import TASKS
 from bench.emulation.cluster import ClusterError
 from bench.methods.method import Method, MethodUnavailable
@@ -77,6 +78,8 @@ def run(settings: Settings, chosen: Method, task: dict[str, Any], *, busy: bool)
     during = busy_share(cores, core_ticks())
     about = f"{settings.method}, seed {task['seed']}, learning rate {task['rate']:g}"
     print(f"bench.accuracy: {about}: {made['seconds'][-1]:.0f} s; {cores_told(during, before)}", file=sys.stderr)
+    if settings.network == "local":
+        made["seconds"] = made["seconds"][-1:]  # ranks share the machine with whatever else runs
     return {**made, "origin": today().to_dict(), "busy_before": before, "cores_busy": during}
 
 
@@ -87,12 +90,12 @@ def trial(settings: Settings, chosen: Method, task: dict[str, Any]) -> dict[str,
     except Diverged as error:
         sys.stderr.write(f"bench.accuracy: {error}\n")
         return {"rate": task["rate"], DIVERGED: str(error)}
-    return {**{key: made[key] for key in ("rate", "loss", "origin")}, "seconds": made["seconds"][-1]}
-
-
-def curve(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One method's `runs`, one for each seed, with the curve of the first, which is drawn."""
-    return {**{key: runs[0][key] for key in ("loss", "seconds", "origin")}, "runs": runs}
+    return {
+        "rate": made["rate"],
+        "end_loss": search.mean_of_end(made["loss"]),
+        "origin": made["origin"],
+        "seconds": made["seconds"][-1],
+    }
 
 
 def measured(curves: Curves) -> Curves:
@@ -102,7 +105,7 @@ def measured(curves: Curves) -> Curves:
 
 def leave(curves: Curves, arguments: argparse.Namespace) -> None:
     """Write the numbers, the picture and the report of what has been run so far; the next run may fail."""
-    arguments.output.with_suffix(".json").write_text(json.dumps(curves))
+    arguments.output.with_suffix(".json").write_text(json.dumps(stored(curves)))
     ready = measured(curves)
     if not ready:
         return
@@ -129,9 +132,8 @@ def earlier(arguments: argparse.Namespace) -> Curves:
     Raises ``ValueError`` where its steps, or the learning rates that were searched, are others than those asked for.
     """
     file = arguments.output.with_suffix(".json")
-    curves: Curves = json.loads(file.read_text())
+    curves = whole(json.loads(file.read_text()))
     for name, one in curves.items():
-        one["runs"] = one.get("runs", [dict(one)])
         steps = len(one["loss"]) if one["runs"] else arguments.steps
         # Methods of other steps are compared over seconds, on a network; seeds of one method are averaged.
         comparable = steps == arguments.steps or (arguments.network != "local" and name not in arguments.methods)

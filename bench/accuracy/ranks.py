@@ -9,7 +9,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DIVERGED", "alike", "bits", "compared", "diverged", "file_of", "gathered", "of_bits", "whose"]
+__all__ = [
+    "DIVERGED",
+    "alike",
+    "bits",
+    "compared",
+    "diverged",
+    "file_of",
+    "gathered",
+    "mean_losses",
+    "of_bits",
+    "whose",
+]
 
 DIVERGED = "diverged"  # a rank has written why, and no losses
 
@@ -37,9 +48,13 @@ def gathered(output: Path, ranks: int) -> dict[str, Any]:
     Raises ``OSError`` where a rank has written nothing.
     """
     told = [json.loads(file_of(output, rank).read_text()) for rank in range(ranks)]
-    losses = zip(*(one["loss"] for one in told), strict=True)
     kept = [one.pop("bits") for one in told]
-    return {**told[0], "loss": [statistics.fmean(step) for step in losses], "ranks": kept}
+    return {**told[0], "loss": mean_losses(kept), "ranks": kept}
+
+
+def mean_losses(ranks: Sequence[Mapping[str, str]]) -> list[float]:
+    """The mean over `ranks` at each step, from the bits that they have kept."""
+    return [statistics.fmean(step) for step in zip(*(of_bits(one["loss"]) for one in ranks), strict=True)]
 
 
 def diverged(output: Path, ranks: int) -> str | None:

@@ -10,20 +10,24 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["LAST", "SEED", "Search", "at_end", "best", "end_loss", "grid_of", "table", "told"]
+__all__ = ["LAST", "SEED", "Search", "at_end", "best", "end_loss", "grid_of", "mean_of_end", "table", "told"]
 
 SEED = 0  # measured ones begin with 1
 LAST = 0.1  # of the steps: their mean loss is a rate's
 
-# `steps`, and `tries`: for each rate of the grid its losses, unless it diverged.
+# `steps`, and `tries`: for each rate of the grid the mean loss at its end, unless it diverged.
 Search = Mapping[str, Any]
 
 
-def end_loss(tried: Mapping[str, Any]) -> float:
-    """The mean loss of a run's last steps; infinite for a run that diverged."""
-    losses: Sequence[float] = tried.get("loss", ())
-    last = statistics.fmean(losses[-max(1, round(LAST * len(losses))) :]) if losses else math.inf
+def mean_of_end(losses: Sequence[float]) -> float:
+    """The mean of the last steps' losses; infinite where it is no number."""
+    last = statistics.fmean(losses[-max(1, round(LAST * len(losses))) :])
     return last if math.isfinite(last) else math.inf
+
+
+def end_loss(tried: Mapping[str, Any]) -> float:
+    """The loss by which a run of the search is judged; infinite for one that diverged."""
+    return float(tried.get("end_loss", math.inf))
 
 
 def grid_of(search: Search) -> list[float]:

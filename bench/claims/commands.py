@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bench.accuracy.stored import whole
 from bench.claims.source import Source
 from bench.methods.spec import family_of
 from bench.program import ROOT, from_toml
@@ -136,6 +137,7 @@ def _steps(name: str, found: dict[str, Any], output: Path, _repeats: int) -> Com
 
 def _accuracy(name: str, found: dict[str, Any], output: Path, repeats: int) -> Command:
     """Curves; methods that made other numbers of steps have a line of their own, which adds them."""
+    found = whole(found)
     task, workers, network = _TAUGHT[name.removesuffix(".json")]
     lengths = {method: (len(one["loss"]), one.get("search", {}).get("steps")) for method, one in found.items()}
     tries = [tried for one in found.values() for tried in one.get("search", {}).get("tries", ())]

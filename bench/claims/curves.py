@@ -10,6 +10,7 @@ from typing import Any
 from bench.accuracy.curve import apart
 from bench.accuracy.ranks import alike, whose
 from bench.accuracy.report import counted, held_out, reached
+from bench.accuracy.stored import whole
 from bench.claims.source import Source, table
 from bench.methods.spec import family_of
 from bench.sweep.ratios import Ratio, paired
@@ -22,7 +23,7 @@ __all__ = ["CURVES"]
 
 def _curves(source: Source) -> dict[str, Any]:
     """The methods of ``docs/results/accuracy/TASK.json``. Raises ``ValueError`` unless one commit made them all."""
-    found = source.raw(f"accuracy/{source.words[0]}.json")
+    found = whole(source.raw(f"accuracy/{source.words[0]}.json"))
     commits = {one["origin"]["commit"] for one in found.values()}
     if len(commits) > 1 or any(UNCOMMITTED in commit for commit in commits):
         raise ValueError(f"its curves are of {', '.join(sorted(commits))}, not of one commit")
@@ -91,7 +92,7 @@ def first_steps(source: Source) -> str:
 
 def _runs(source: Source, *, timed: bool) -> dict[str, Any]:
     """The runs of every method of ``docs/results/FILE.json``, by its name as a cell."""
-    found = source.raw(f"{source.words[0]}.json")
+    found = whole(source.raw(f"{source.words[0]}.json"))
     named = {}
     for name, one in found.items():
         commits = [run.get("origin", one["origin"])["commit"] for run in one["runs"]]

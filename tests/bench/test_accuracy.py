@@ -19,8 +19,9 @@ from bench.accuracy import __main__ as program
 from bench.accuracy import search
 from bench.accuracy.__main__ import Diverged, earlier, main
 from bench.accuracy.curve import apart, draw, report, smooth, smooth_seconds, window_of
-from bench.accuracy.ranks import alike, bits, compared, file_of, gathered, of_bits, whose
+from bench.accuracy.ranks import alike, bits, compared, file_of, gathered, mean_losses, of_bits, whose
 from bench.accuracy.report import markdown, mean_and_spread, seconds_to, steps_to, targets
+from bench.accuracy.stored import curve, stored, whole
 from bench.accuracy.tasks import TASKS, warm_up_and_cosine
 from bench.accuracy.worker import train
 from bench.methods.registry import method
@@ -173,12 +174,28 @@ def test_parameters_have_a_hash_in_the_order_of_their_names() -> None:
     assert method("none").digest(model) != before
 
 
+def test_a_file_keeps_no_loss_that_follows_from_the_bits_of_ranks() -> None:
+    ranks = [{"loss": bits(losses), "parameters": "ab"} for losses in ([1.0, 0.1], [3.0, 0.7])]
+    run = {"seed": 1, "seconds": [1.0, 2.0], "ranks": ranks, "loss": mean_losses(ranks), "origin": {"commit": "abc"}}
+    of_rank_0 = {"seed": 1, "seconds": [1.0], "loss": [2.0], "origin": {"commit": "abc"}}
+    curves = {
+        "dear": {**curve([run]), "search": {"steps": 2, "tries": []}},
+        "ddp": curve([of_rank_0]),
+        "co2": {"runs": []},
+    }
+    kept = stored(curves)
+    assert whole(json.loads(json.dumps(kept))) == curves
+    assert kept["dear"].keys() == {"search", "runs"}
+    assert "loss" not in kept["dear"]["runs"][0]
+    assert run["loss"][0] == 2.0
+
+
 SEARCH = {
     "steps": 20,
     "tries": [
-        {"rate": 0.01, "loss": [4.0] * 18 + [2.0, 3.0]},
-        {"rate": 0.1, "loss": [4.0] * 18 + [1.0, 2.0]},
-        {"rate": 1.0, "loss": [4.0] * 19 + [math.nan]},
+        {"rate": 0.01, "end_loss": search.mean_of_end([4.0] * 18 + [2.0, 3.0])},
+        {"rate": 0.1, "end_loss": search.mean_of_end([4.0] * 18 + [1.0, 2.0])},
+        {"rate": 1.0, "end_loss": search.mean_of_end([4.0] * 19 + [math.nan])},
         {"rate": 10.0, "diverged": "the averaged gradient of 'a' was infinite"},
     ],
 }
@@ -386,10 +403,13 @@ def test_seeds_that_a_method_lacks_are_added(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(sys, "argv", command + more)
         assert main() == 0
         there = json.loads(output.with_suffix(".json").read_text())
-        there["dear"]["runs"][0].pop("origin")  # as files of earlier versions are
+        there["dear"]["origin"] = there["dear"]["runs"][0].pop("origin")  # as files of earlier versions are
         output.with_suffix(".json").write_text(json.dumps(there))
     assert asked == [("dear", 1), ("ddp", 1), ("dear", 2), ("dear", 3)]
-    assert (there["dear"]["origin"], [run["seed"] for run in there["dear"]["runs"]]) == ({"commit": "abc1"}, [1, 2, 3])
+    assert (whole(there)["dear"]["origin"], [run["seed"] for run in there["dear"]["runs"]]) == (
+        {"commit": "abc1"},
+        [1, 2, 3],
+    )
     assert "language, 2 workers, local; 3 steps, 1 to 3 seeds." in output.with_suffix(".md").read_text()
 
 
@@ -410,7 +430,7 @@ def test_a_task_is_learned_at_searched_rates_and_what_is_equal_is_so_in_all_bits
     ]
     command += ["--rates", "0.2", "1e30", "--search-steps", "6", "--methods", *methods]
     subprocess.run(command, cwd=ROOT, check=True, timeout=600)
-    there = json.loads(output.with_suffix(".json").read_text())
+    there = whole(json.loads(output.with_suffix(".json").read_text()))
     assert list(there) == methods
     for one in there.values():
         assert [(run["seed"], run["rate"]) for run in one["runs"]] == [(1, 0.2)]
