@@ -20,6 +20,7 @@ from tests.backend.world import (
     contents,
     equal,
     everybodys,
+    fails_before,
     group_of,
     meet,
     reduce_scatter_single,
@@ -189,9 +190,14 @@ def test_a_mesh_of_two_dimensions(shape: tuple[int, int]) -> None:
         dist.all_reduce(tensor, group=mesh.get_group(name))
         equal(tensor, _total(ranks), name)
     assert mesh["rows"].get_local_rank() == row
-    if torch.__version__ < "2.5":  # which has no flat meshes
-        return
-    flat = mesh._flatten("all")
+
+
+@fails_before("2.5")  # which has no flat meshes
+@FOUR
+@pytest.mark.four_ranks
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
+def test_a_mesh_made_flat(shape: tuple[int, int]) -> None:
+    flat = init_device_mesh("cpu", shape, mesh_dim_names=("rows", "columns"))._flatten("all")
     tensor = contents(RANK, (5,), torch.float32)
     dist.all_reduce(tensor, group=flat.get_group())
     equal(tensor, _total(ALL), "flattened")
