@@ -15,7 +15,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from bench.methods.method import MakeOptimizer, Method, MethodUnavailable, Place
 from overlap.job.launch import Launch, Launcher, detect
-from overlap.transport.torch import interfaces
 
 __all__ = ["Horovod"]
 
@@ -100,8 +99,8 @@ class Horovod(Method):
             raise MethodUnavailable(
                 "this Horovod was built without gloo; remove it, and `make horovod` builds one with it"
             )
-        if self.options["operations"] == "gloo" and "HOROVOD_GLOO_IFACE" not in os.environ:
-            os.environ["HOROVOD_GLOO_IFACE"] = _interface()
+        if "GLOO_SOCKET_IFNAME" in os.environ:  # the interface that torch's gloo is told
+            os.environ.setdefault("HOROVOD_GLOO_IFACE", os.environ["GLOO_SOCKET_IFNAME"])
         launch = detect(os.environ)
         if launch.launcher is Launcher.TORCHRUN:
             with _meeting(launch):
@@ -129,15 +128,6 @@ class Horovod(Method):
 
     def leave(self) -> None:
         self._hvd.shutdown()
-
-
-def _interface() -> str:
-    """The interface by which other ranks reach this host; Horovod's gloo would take the one that the host's name leads to."""
-    address = interfaces.toward(os.environ["MASTER_ADDR"]) if "MASTER_ADDR" in os.environ else None
-    if address is None or interfaces.VARIABLE in os.environ:
-        text = interfaces.listening()[0]
-        address = next(one for one in interfaces.own_addresses() if one.text == text)
-    return address.interface
 
 
 @contextmanager
