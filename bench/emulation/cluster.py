@@ -8,13 +8,14 @@
 A token bucket of 128 KB at both ends of every link passes `rate` in each direction, as a switched full-duplex network
 does; a larger bucket would let a whole message through after an idle moment. With ``rate="1gbit+20ms"`` packets arrive
 20 ms later, and a process carries them (`bench.emulation.delayed`). Needs root. Every host has a name of its own (UTS
-namespace). Only addresses inside these namespaces are ever used. Hosts that a killed process left behind are removed
-when the next cluster is made.
+namespace), which leads to its address on all hosts (``/etc/netns``, see ip-netns(8)). Only addresses inside these
+namespaces are ever used. Hosts that a killed process left behind are removed when the next cluster is made.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -36,6 +37,7 @@ PREFIX = "dearemu"
 SUBNET = "10.77.0"
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _MEETING_PORT = "29400"
+_FILES = Path("/etc/netns")  # what ip netns exec puts over the files of /etc, by namespace
 _NAP_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 5.0  # of the others when one has failed: they may be about to say why
 _AGENT = """#!/bin/sh
@@ -116,6 +118,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         try:
             self._make()
+            self._name_hosts()
         except BaseException:
             self._remove()
             raise
@@ -164,6 +167,14 @@ class Cluster:
             _run("ip", "-n", space, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             _run("ip", "-n", space, "link", "set", "lo", "up")
             _run("ip", "-n", space, "link", "set", "eth0", "up", "mtu", str(MTU))
+
+    def _name_hosts(self) -> None:
+        """Let the name of each host lead to its address, on all of them."""
+        names = "".join(f"{self.address(host)} {self._namespace(host)}\n" for host in range(self.hosts))
+        for host in range(self.hosts):
+            files = _FILES / self._namespace(host)
+            files.mkdir(parents=True)
+            (files / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
 
     def _shape(self, action: str) -> None:
         switch, shape = (
@@ -288,6 +299,9 @@ def _remove_namespace(name: str) -> None:
     for pid in done.stdout.split():
         subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
     subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+    shutil.rmtree(_FILES / name, ignore_errors=True)
+    with contextlib.suppress(OSError):  # others have files there, too
+        _FILES.rmdir()
 
 
 def _remove_abandoned() -> None:

@@ -36,7 +36,9 @@ def test_links_are_shaped_and_hosts_disappear() -> None:
         with pytest.raises(ClusterError, match="a job on the cluster on host 1 was ended by SIGKILL"):
             cluster.run_torch(["-c", dies], timeout=30)
         assert time.monotonic() - begun < 20
+        assert all(Path("/etc/netns", name).exists() for name in mine if not name.endswith("sw"))
     assert not set(mine) & set(_namespaces())
+    assert not any(Path("/etc/netns", name).exists() for name in mine)
 
 
 @pytest.mark.needs_root
@@ -46,14 +48,17 @@ def test_ranks_of_a_host_have_its_name_and_consecutive_numbers(launcher: str, tm
     local = "'LOCAL_RANK'" if launcher == "torchrun" else "'OMPI_COMM_WORLD_LOCAL_RANK'"
     tells = (
         "import os, pathlib, socket, sys\n"
-        f"text = socket.gethostname()[-1] + os.environ[{local}]\n"
+        "name = socket.gethostname()\n"
+        "other = name[:-1] + {'1': '2', '2': '1'}[name[-1]]\n"
+        "found = [socket.gethostbyname(each)[-1] for each in (name, other)]\n"
+        f"text = name[-1] + os.environ[{local}] + ' ' + ''.join(found)\n"
         f"pathlib.Path({str(tmp_path)!r}, os.environ[{rank}]).write_text(text)\n"
         f"sys.exit(3 if os.environ[{rank}] == os.environ.get('FAILS') else 0)"
     )
     with Cluster(2, "100mbit", ranks=2) as cluster:
         start = cluster.run_mpi if launcher == "mpi" else cluster.run_torch
         start(["-c", tells], timeout=60)
-        assert [(tmp_path / str(each)).read_text() for each in range(4)] == ["10", "11", "20", "21"]
+        assert [(tmp_path / str(each)).read_text() for each in range(4)] == ["10 12", "11 12", "20 21", "21 21"]
         if launcher == "torchrun":
             with pytest.raises(ClusterError, match="on host 1 exited with 3"):
                 start(["-c", tells], env={"FAILS": "2"}, timeout=60)
