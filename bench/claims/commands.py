@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +26,7 @@ from bench.train.settings import Settings
 __all__ = ["Command", "command", "unique"]
 
 _START_SECONDS = 10.0  # of one run: processes, emulated hosts, plain TCP
-_SIDES = ("ratio", "exactly", "across", "between", "peak", "peak_ratio")  # views of two methods' runs
+_SIDES = ("ratio", "exactly", "to_best", "across", "between", "peak", "peak_ratio")  # views of two methods' runs
 # What files of bench.accuracy do not say of themselves: the task, the ranks, the network.
 _TAUGHT = {
     "accuracy/digits": ("digits", 2, "1gbit"),
@@ -73,10 +74,18 @@ def _sweep(name: str, found: dict[str, Any], output: Path, repeats: int, asked: 
     view, source = asked
     where = {key: value for key, value in source.named.items() if key in GROUP and "beside" not in source.named}
     sides = {"none" if side == "L" else side for side in source.methods()} if view in _SIDES else None
+    there = [
+        result["settings"] for result in found["runs"]
+        if all(str(result["settings"][key]) == value for key, value in where.items())
+    ]  # fmt: skip
+    few = _contenders(source, [one["method"] for one in there]) if view == "to_best" else None
+
+    def compared(method: str) -> bool:
+        return method in few if few is not None else sides is None or family_of(method) in sides
+
     wanted = [
         run for run in read(table).runs
-        if all(str(getattr(run, key)) == value for key, value in where.items())
-        and (sides is None or family_of(run.method) in sides)
+        if all(str(getattr(run, key)) == value for key, value in where.items()) and compared(run.method)
     ]  # fmt: skip
     if not wanted:
         raise ValueError(f"{table.name} has no runs of {view} with {where} any more")
@@ -88,10 +97,20 @@ def _sweep(name: str, found: dict[str, Any], output: Path, repeats: int, asked: 
         for number, result in enumerate(found["runs"])
         for repeat in range(repeats)
         if result["settings"].get("repeat", 0) == 0
-        and all(str(result["settings"][key]) == value for key, value in where.items())
-        and (sides is None or family_of(result["settings"]["method"]) in sides)
+        and result["settings"] in there
+        and compared(result["settings"]["method"])
     }
     return Command(name, ((*line, *(word for one in only for word in ("--only", one))),), seconds, resumes=True)
+
+
+def _contenders(source: Source, runs: Sequence[str]) -> set[str]:
+    """What `to_best` compares: exactly the one method, and of the other the settings that ran as often as any (pure).
+
+    A search tries each setting once; those that may be the fastest are run again.
+    """
+    mine, other = source.words[1], source.methods()[1]
+    times = Counter(method for method in runs if family_of(method) == ("none" if other == "L" else other))
+    return {mine} | {method for method, count in times.items() if count == max(times.values())}
 
 
 def _paired(name: str, found: dict[str, Any], output: Path, repeats: int) -> Command:

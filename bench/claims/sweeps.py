@@ -186,6 +186,14 @@ def exactly(source: Source) -> str:
     return _ratios(source, source.words[1:], lambda one: {row.method: row for row in one.rows})
 
 
+def to_best(source: Source) -> str:
+    """to_best SWEEP MINE OTHER [SETTING=…]: as ratio, with the median of exactly the settings MINE, and OTHER's fastest."""
+    mine, other = source.words[1], source.methods()[1]
+    return _ratios(
+        source, (mine, other), lambda one: one.best | {row.method: row for row in one.rows if row.method == mine}
+    )
+
+
 def _ratios(source: Source, sides: Sequence[str], rows_of: Callable[[Group], Mapping[str, Row]]) -> str:
     mine, other = sides
     found = [(one, rows_of(one)) for one in source.groups()]
@@ -299,5 +307,5 @@ def search(source: Source) -> str:
 
 SWEEPS = (
     *(about, methods, against, as_it_comes, pivot, speed),
-    *(ratio, exactly, across, between, peak, peak_ratio, proportion, behind, bars, search),
+    *(ratio, exactly, to_best, across, between, peak, peak_ratio, proportion, behind, bars, search),
 )
