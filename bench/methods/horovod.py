@@ -35,8 +35,9 @@ _SERVER = "horovod/server"  # in the store of torchrun: the port of Horovod's ow
 class Horovod(Method):
     """Horovod; ``fusion_mb`` sets HOROVOD_FUSION_THRESHOLD (default 128), ``cycle_ms`` HOROVOD_CYCLE_TIME (1).
 
-    ``operations``: ``mpi`` or ``gloo``, what moves the bytes (HOROVOD_CPU_OPERATIONS). With ``gloo`` it also runs under
-    torchrun, without MPI, where ranks meet as under ``horovodrun --gloo``. ``compression``: ``fp16``, its own
+    ``operations``: ``mpi`` or ``gloo``, what moves the bytes (HOROVOD_CPU_OPERATIONS). With ``gloo`` it runs under
+    torchrun, without MPI, where ranks meet as under ``horovodrun --gloo``. Under mpirun Horovod 0.28.1 has no connections of
+    gloo, and ends in its first broadcast. ``compression``: ``fp16``, its own
     Compression.fp16. ``yield_when_idle``: Open MPI's ``mpi_yield_when_idle``: ranks that wait give up their cores
     instead of spinning. False: where there are more workers than cores; see :func:`bench.train.launcher.environment`.
 
@@ -72,7 +73,7 @@ class Horovod(Method):
         self._sample_steps = int(steps or 1)
         self._to_search = _SAMPLES * self._sample_steps + _MORE_STEPS if self.options["autotune"] else 0
         if self.options["operations"] == "gloo":
-            self.launchers = ("mpi", "torchrun")
+            self.launchers = ("torchrun",)
 
     @property
     def environment(self) -> dict[str, str]:

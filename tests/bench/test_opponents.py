@@ -289,7 +289,7 @@ def test_horovods_search_has_as_many_steps_as_it_is_told() -> None:
     [
         ("horovod", ("mpi",)),
         ("horovod:operations=mpi", ("mpi",)),
-        ("horovod:operations=gloo", ("mpi", "torchrun")),
+        ("horovod:operations=gloo", ("torchrun",)),
         ("dear", ("mpi", "torchrun")),
         ("dear:transport=mpi", ("mpi",)),
         ("fsdp:transport=gloo", ("torchrun",)),
