@@ -98,7 +98,9 @@ def sources(source: Source) -> str:
         dates, numbers = [one["date"] for one in told], [one["number"] for one in told]
         days = [(date.fromisoformat(known["as_of"]["date"]) - date.fromisoformat(day)).days for day in dates]
         ages = [known["as_of"]["number"] - number for number in numbers]
-        cells.append([f"`{name}`", ", ".join(commits), _range(dates), _range(ages), _range(days)])
+        # A branch that was rebased has other commits, and may have had more of them.
+        ago = _range(ages) if min(ages) >= 0 else "unknown"
+        cells.append([f"`{name}`", ", ".join(commits), _range(dates), ago, _range(days)])
     text = table(["file in `docs/results`", "code", "of", "commits ago", "days ago"], cells)
     return f"{text}\n\nCounted from commit {known['as_of']['commit']}." if known["as_of"] else text
 

@@ -104,10 +104,7 @@ def _sweep(name: str, found: dict[str, Any], output: Path, repeats: int, asked: 
 
 
 def _contenders(source: Source, runs: Sequence[str]) -> set[str]:
-    """What `to_best` compares: exactly the one method, and of the other the settings that ran as often as any (pure).
-
-    A search tries each setting once; those that may be the fastest are run again.
-    """
+    """What `to_best` compares: exactly the one method, and of the other the settings that ran as often as any (pure)."""
     mine, other = source.words[1], source.methods()[1]
     times = Counter(method for method in runs if family_of(method) == ("none" if other == "L" else other))
     return {mine} | {method for method, count in times.items() if count == max(times.values())}

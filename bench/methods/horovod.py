@@ -37,9 +37,9 @@ class Horovod(Method):
 
     ``operations``: ``mpi`` or ``gloo``, what moves the bytes (HOROVOD_CPU_OPERATIONS). With ``gloo`` it runs under
     torchrun, without MPI, where ranks meet as under ``horovodrun --gloo``. Under mpirun Horovod 0.28.1 has no connections of
-    gloo, and ends in its first broadcast. ``compression``: ``fp16``, its own
-    Compression.fp16. ``yield_when_idle``: Open MPI's ``mpi_yield_when_idle``: ranks that wait give up their cores
-    instead of spinning. False: where there are more workers than cores; see :func:`bench.train.launcher.environment`.
+    gloo, and ends in its first broadcast. ``compression``: ``fp16``, its own Compression.fp16. ``yield_when_idle``: Open
+    MPI's ``mpi_yield_when_idle``: ranks that wait give up their cores instead of spinning. False: where there are more
+    workers than cores; see :func:`bench.train.launcher.environment`.
 
     ``autotune``: Horovod searches fusion threshold and cycle time while it trains (HOROVOD_AUTOTUNE). It takes its own 21
     points, with five samples for each. ``sample_steps``: the steps of a sample, 10 as Horovod has it, or 1 where that is

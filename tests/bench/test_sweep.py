@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +359,8 @@ def test_a_bar_is_not_judged_while_one_of_its_runs_is_missing() -> None:
     assert verdicts[0].text.endswith("dear at most 0.95 x ddp: no result of ddp:bucket_mb=25")
     runs = [Settings(**one["settings"]) for one in some_results()[:4]]
     assert [one.met for one in judge([], bars, missing=runs)] == [None, None]
+    again = [replace(run, repeat=1) for run in runs]  # of settings that all have a first run
+    assert [one.met for one in judge(group(some_results()[:4]), bars, missing=again)] == [False, True]
 
 
 def test_bars_whose_runs_were_not_selected_are_excused() -> None:
