@@ -36,7 +36,7 @@ class Horovod(Method):
     """Horovod; ``fusion_mb`` sets HOROVOD_FUSION_THRESHOLD (default 128), ``cycle_ms`` HOROVOD_CYCLE_TIME (1).
 
     ``operations``: ``mpi`` or ``gloo``, what moves the bytes (HOROVOD_CPU_OPERATIONS). With ``gloo`` it runs under
-    torchrun, without MPI, where ranks meet as under ``horovodrun --gloo``. Under mpirun Horovod 0.28.1 has no connections of
+    torchrun, without MPI, where ranks meet as under ``horovodrun --gloo``. Under mpirun Horovod 0.28.1 never connects its
     gloo, and ends in its first broadcast. ``compression``: ``fp16``, its own Compression.fp16. ``yield_when_idle``: Open
     MPI's ``mpi_yield_when_idle``: ranks that wait give up their cores instead of spinning. False: where there are more
     workers than cores; see :func:`bench.train.launcher.environment`.
