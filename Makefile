@@ -83,7 +83,7 @@ horovod: setup ## build Horovod 0.28.1, a baseline of the benchmarks (minutes; o
 compare-horovod: setup ## run the same calls and scripts under Horovod and ours (minutes; `make horovod` first)
 	@$(BIN)/python -m tests.compare_horovod $(if $(package),--package $(package))
 
-claims: setup ## measure again what the pages claim (hours, as root); list=1 shows it, only=README.md:108 is one of them
+claims: setup ## measure again what the pages claim (hours, as root); list=1 shows it, only=README.md:110 is one of them
 	@$(BIN)/python -m bench.claims.repeat $(if $(list),--list) $(if $(only),--only "$(only)") $(if $(repeats),--repeats $(repeats)) \
 		$(if $(busy),--busy)
 

@@ -1,7 +1,7 @@
 """``make claims``, ``python -m bench.claims.repeat``: measures again what pages claim, and sets both side by side.
 
     python -m bench.claims.repeat --list                   each claim: what it says, its file, its age, its command
-    python -m bench.claims.repeat --only README.md:108     some: pages, lines, or words of a source
+    python -m bench.claims.repeat --only README.md:110     some: pages, lines, or words of a source
     python -m bench.claims.repeat                          all, as root, for hours
 
 It measures into build/claims and asks nothing. What was stopped goes on where it stopped.
@@ -46,7 +46,7 @@ _TOLD = re.compile(r"\((?:(?P<interval>[\d.]+ – [\d.]+), )?n = (?P<n>[\d/ ]*\d
 class Claim:
     """What a page says, and what measures it again."""
 
-    where: str  # README.md:108
+    where: str  # README.md:110
     source: str
     says: str
     files: tuple[str, ...]
