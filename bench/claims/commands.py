@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +16,7 @@ from typing import Any
 
 from bench.accuracy.stored import whole
 from bench.claims.source import Source
+from bench.claims.sweeps import most_run
 from bench.methods.spec import family_of
 from bench.program import ROOT, from_toml
 from bench.sweep.summary import GROUP
@@ -73,23 +73,14 @@ def _sweep(name: str, found: dict[str, Any], output: Path, repeats: int, asked: 
         raise ValueError(f"no table in configs/sweeps has the title {found['title']!r}")
     view, source = asked
     where = {key: value for key, value in source.named.items() if key in GROUP and "beside" not in source.named}
-    sides = {"none" if side == "L" else side for side in source.methods()} if view in _SIDES else None
-    there = [
-        result["settings"] for result in found["runs"]
-        if all(str(result["settings"][key]) == value for key, value in where.items())
-    ]  # fmt: skip
-    few = _contenders(source, [one["method"] for one in there]) if view == "to_best" else None
-
-    def compared(method: str) -> bool:
-        return method in few if few is not None else sides is None or family_of(method) in sides
-
+    compared = _compared(view, source)
     wanted = [
         run for run in read(table).runs
         if all(str(getattr(run, key)) == value for key, value in where.items()) and compared(run.method)
     ]  # fmt: skip
     if not wanted:
         raise ValueError(f"{table.name} has no runs of {view} with {where} any more")
-    methods = list(dict.fromkeys(run.method for run in wanted)) if sides is not None else []
+    methods = list(dict.fromkeys(run.method for run in wanted)) if view in _SIDES else []
     only = [f"{key}={value}" for key, value in where.items()] + [f"method={method}" for method in methods]
     line = ["benchmarks.py", str(table.relative_to(ROOT)), "--output", str(output.parent), "--repeats", str(repeats)]
     seconds = {
@@ -97,17 +88,22 @@ def _sweep(name: str, found: dict[str, Any], output: Path, repeats: int, asked: 
         for number, result in enumerate(found["runs"])
         for repeat in range(repeats)
         if result["settings"].get("repeat", 0) == 0
-        and result["settings"] in there
+        and all(str(result["settings"][key]) == value for key, value in where.items())
         and compared(result["settings"]["method"])
     }
     return Command(name, ((*line, *(word for one in only for word in ("--only", one))),), seconds, resumes=True)
 
 
-def _contenders(source: Source, runs: Sequence[str]) -> set[str]:
-    """What `to_best` compares: exactly the one method, and of the other the settings that ran as often as any (pure)."""
+def _compared(view: str, source: Source) -> Callable[[str], bool]:
+    """Whether a view of two methods reads the runs of one; other views read all (reads the file of results)."""
+    if view not in _SIDES:
+        return lambda method: True
+    sides = {"none" if side == "L" else side for side in source.methods()}
+    if view != "to_best":
+        return lambda method: family_of(method) in sides
     mine, other = source.words[1], source.methods()[1]
-    times = Counter(method for method in runs if family_of(method) == ("none" if other == "L" else other))
-    return {mine} | {method for method, count in times.items() if count == max(times.values())}
+    often = {row.method for one in source.groups() for row in most_run(one, "none" if other == "L" else other)}
+    return lambda method: method == mine or method in often
 
 
 def _paired(name: str, found: dict[str, Any], output: Path, repeats: int) -> Command:

@@ -12,7 +12,7 @@ from bench.sweep.report import BUSY_MARK, bound_of, provenance
 from bench.sweep.summary import Group, Row
 from bench.train.origin import UNCOMMITTED
 
-__all__ = ["SWEEPS"]
+__all__ = ["SWEEPS", "most_run"]
 
 
 def _mark(row: Row) -> str:
@@ -186,6 +186,13 @@ def exactly(source: Source) -> str:
     return _ratios(source, source.words[1:], lambda one: {row.method: row for row in one.rows})
 
 
+def most_run(one: Group, family: str) -> list[Row]:
+    """The settings of a method that ran as often as any of them."""
+    rows = [row for row in one.rows if row.family == family]
+    most = max((len(row.runs) for row in rows), default=0)
+    return [row for row in rows if len(row.runs) == most]
+
+
 def to_best(source: Source) -> str:
     """to_best SWEEP MINE OTHER|L [SETTING=…]: as ratio, with the median of exactly the settings MINE, and OTHER's fastest.
 
@@ -194,10 +201,8 @@ def to_best(source: Source) -> str:
     mine, other = source.words[1], source.methods()[1]
 
     def rows_of(one: Group) -> dict[str, Row]:
-        others = [row for row in one.rows if row.family == other]
-        most = max((len(row.runs) for row in others), default=0)
-        fastest = min((row for row in others if len(row.runs) == most), key=lambda row: row.median, default=None)
         rows = {row.method: row for row in one.rows if row.method == mine}
+        fastest = min(most_run(one, other), key=lambda row: row.median, default=None)
         return rows | ({other: fastest} if fastest else {})
 
     return _ratios(source, (mine, other), rows_of)

@@ -37,7 +37,7 @@ PREFIX = "dearemu"
 SUBNET = "10.77.0"
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _MEETING_PORT = "29400"
-_FILES = Path("/etc/netns")  # what ip netns exec puts over the files of /etc, by namespace
+_ETC_NETNS = Path("/etc/netns")  # what ip netns exec puts over the files of /etc, by namespace
 _NAP_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 5.0  # of the others when one has failed: they may be about to say why
 _AGENT = """#!/bin/sh
@@ -172,7 +172,7 @@ class Cluster:
         """Let the name of each host lead to its address, on all of them."""
         names = "".join(f"{self.address(host)} {self._namespace(host)}\n" for host in range(self.hosts))
         for host in range(self.hosts):
-            files = _FILES / self._namespace(host)
+            files = _ETC_NETNS / self._namespace(host)
             files.mkdir(parents=True)
             (files / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
 
@@ -299,9 +299,9 @@ def _remove_namespace(name: str) -> None:
     for pid in done.stdout.split():
         subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
     subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-    shutil.rmtree(_FILES / name, ignore_errors=True)
+    shutil.rmtree(_ETC_NETNS / name, ignore_errors=True)
     with contextlib.suppress(OSError):  # others have files there, too
-        _FILES.rmdir()
+        _ETC_NETNS.rmdir()
 
 
 def _remove_abandoned() -> None:

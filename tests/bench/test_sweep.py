@@ -351,7 +351,7 @@ def test_every_bar_gets_a_verdict() -> None:
     assert nowhere[0].text == "dear at most 2.00 x ddp where workers=2: no group of the sweep has runs of both"
 
 
-def test_a_bar_is_not_judged_while_one_of_its_runs_is_missing() -> None:
+def test_a_bar_is_not_judged_while_one_of_its_settings_has_no_run() -> None:
     slow, missing = some_results()[:3], Settings(**some_results()[3]["settings"])
     bars = [Bar("dear", "ddp", 0.95, {}), Bar("dear", "bound", 1.2, {})]
     verdicts = judge(group(slow), bars, missing=[missing])
