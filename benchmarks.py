@@ -37,10 +37,10 @@ def report(sweep: Sweep, journal: Journal, failures: Failures, folder: Path, che
     """Write the report, say where it is and what it judges; 1 where a run failed, or a bar did that should be checked."""
     runs = (*sweep.runs, *sweep.beyond(journal.seconds))
     results = [result for result in map(journal.get, runs) if result is not None]
-    missing = [run for run in runs if journal.get(run) is None]
+    failed = failures.of(runs, journal)
+    missing = [one.settings for one in failed if journal.get(one.settings) is None]
     groups = group(results)
     verdicts = judge(groups, sweep.bars, missing, sweep.left_out)
-    failed = failures.of(runs, journal)
     write(folder, sweep.title, results, groups, verdicts, failed, draw(groups, folder))
     for verdict in verdicts:
         print(f"{verdict.word if verdict.passes else verdict.word.upper():<10}  {verdict.text}")

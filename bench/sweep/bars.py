@@ -173,7 +173,7 @@ def _verdict(bar: Bar, place: _Place) -> Verdict | None:
         return None
     if not all(measured[side] or missing[side] for side in bar.sides):
         return Verdict(None, f"{place.title}: {bar}: left out by --only", excused=True)
-    lacking = [method for side in bar.sides for method in missing[side] if method not in measured[side]]
+    lacking = [method for side in bar.sides for method in missing[side]]
     if group is None or lacking:
         return Verdict(None, f"{place.title}: {bar}: no result of {', '.join(dict.fromkeys(lacking))}")
     compared = _compare(bar, group)
@@ -219,8 +219,8 @@ def judge(
 ) -> list[Verdict]:
     """A verdict for every group in which the sweep has runs of both sides of a bar, and at least one for every bar.
 
-    `missing` are the runs that have no result: a bar is not judged where one of its settings has none at all. `left_out`
-    are those that were not selected: a bar is judged by the others, and excused where all runs of a side were left out.
+    `missing` are the runs that have no result: a bar is not judged where one of its runs is among them. `left_out` are
+    those that were not selected: a bar is judged by the others, and excused where all runs of a side were left out.
     """
 
     def verdicts() -> Iterator[Verdict]:

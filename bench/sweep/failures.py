@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.sweep.journal import Journal, key
@@ -70,13 +70,17 @@ class Failures:
             self._write(Failure(run, "", 0))
 
     def of(self, runs: Iterable[Settings], journal: Journal) -> list[Failure]:
-        """A failure for each of `runs` that has no result, or has failed since it had one."""
-        found = []
+        """A failure for each of `runs` that has no result, or has failed since it had one.
+
+        A run that was never tried is none where another of its settings has a result: few are run as often as the fastest.
+        """
+        runs = list(runs)
+        found, measured = [], {replace(run, repeat=0) for run in runs if journal.get(run) is not None}
         for run in runs:
             result = journal.get(run)
             reason, tries = self._known.get(key(run.to_dict()), ("it has not been run", 0))
-            if result is None:
+            if result is None and (tries or replace(run, repeat=0) not in measured):
                 found.append(Failure(run, reason, tries))
-            elif tries:
+            elif result is not None and tries:
                 found.append(Failure(run, f"{reason}; the result above is older, of {origin_of(result)}", tries))
         return found

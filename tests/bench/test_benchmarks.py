@@ -188,6 +188,14 @@ def test_the_reason_is_what_came_first_and_not_that_a_worker_failed() -> None:
     assert reason_in("\n") == "it said nothing"
 
 
+def test_a_repeat_that_was_never_tried_is_no_failure_where_another_has_a_result(tmp_path: Path) -> None:
+    failures, journal = Failures(tmp_path / "failures.jsonl"), Journal(tmp_path / "results.jsonl", today())
+    runs = [Settings(workers=count, repeat=repeat) for count in (1, 2) for repeat in range(3)]
+    journal.add(result_of(runs[0], 1.0, origin=today().to_dict()))
+    failures.add(Failure(runs[2], "killed", 1))
+    assert [one.settings for one in failures.of(runs, journal)] == runs[2:]
+
+
 def test_failures_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
     path, journal = tmp_path / "failures.jsonl", Journal(tmp_path / "results.jsonl", today())
     runs = [Settings(workers=count) for count in (1, 2)]
