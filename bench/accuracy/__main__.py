@@ -1,6 +1,6 @@
 """``python -m bench.accuracy``: the loss over wall time, method by method, on the same batches in the same order.
 
-python -m bench.accuracy --task gpt2 --methods dear ddp horovod --workers 2 --network 1gbit
+python -m bench.accuracy --task gpt2 --methods dear ddp horovod:operations=gloo --network 1gbit --launcher torchrun
 python -m bench.accuracy --task cnn --methods dear dear:backward_passes_per_step=12 co2 --steps 600 --rates
 python -m bench.accuracy --task cnn --methods co2:outer=acco --steps 600 --rates --add
 
@@ -49,12 +49,14 @@ class Diverged(RuntimeError):
 def prepare(spec: str, arguments: argparse.Namespace) -> tuple[Settings, Method]:
     """The settings and the method of one run.
 
-    Raises ``ValueError`` or ``MethodUnavailable`` for one that cannot run.
+    Raises ``ValueError``, ``MethodUnavailable`` or ``LauncherError`` for one that cannot run.
     """
-    settings = Settings(method=spec, workers=arguments.workers, network=arguments.network, timeout=arguments.timeout)
+    asked = {name: getattr(arguments, name) for name in ("workers", "network", "launcher", "timeout")}
+    settings = Settings(method=spec, **asked)
     check(settings)
     chosen = method(spec)
     chosen.look()
+    launcher.pick(settings, chosen)
     return settings, chosen
 
 
@@ -109,7 +111,8 @@ def leave(curves: Curves, arguments: argparse.Namespace) -> None:
     ready = measured(curves)
     if not ready:
         return
-    about = f"{arguments.task}, {arguments.workers} workers, {arguments.network}"
+    started = f", under {arguments.launcher}" if arguments.launcher else ""
+    about = f"{arguments.task}, {arguments.workers} workers, {arguments.network}{started}"
     timed = arguments.network != "local"
     draw(ready, about, arguments.output, timed=timed)
     runs = {name: one["runs"] for name, one in ready.items()}
@@ -207,6 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--methods", nargs="+", default=["dear", "ddp"], metavar="METHOD")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--network", default="local", help="local, or the rate of emulated links: 1gbit, 100mbit, …")
+    parser.add_argument("--launcher", choices=["mpi", "torchrun"], help="default: what each method prefers")
     parser.add_argument("--steps", type=at_least(1), default=100)
     parser.add_argument("--seeds", type=at_least(1), default=3, help="so many runs of each method, with other batches")
     parser.add_argument(

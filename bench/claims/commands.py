@@ -16,7 +16,6 @@ from typing import Any
 
 from bench.accuracy.stored import whole
 from bench.claims.source import Source
-from bench.claims.sweeps import most_run
 from bench.methods.spec import family_of
 from bench.program import ROOT, from_toml
 from bench.sweep.summary import GROUP
@@ -26,16 +25,16 @@ from bench.train.settings import Settings
 __all__ = ["Command", "command", "unique"]
 
 _START_SECONDS = 10.0  # of one run: processes, emulated hosts, plain TCP
-_SIDES = ("ratio", "exactly", "to_best", "across", "between", "peak", "peak_ratio")  # views of two methods' runs
-# What files of bench.accuracy do not say of themselves: the task, the ranks, the network.
+_SIDES = ("ratio", "exactly", "across", "between", "peak", "peak_ratio")  # views of two methods' runs
+# What files of bench.accuracy do not say of themselves.
 _TAUGHT = {
-    "accuracy/digits": ("digits", 2, "1gbit"),
-    "accuracy/gpt2": ("gpt2", 2, "1gbit"),
-    "local-sgd/cnn": ("cnn", 2, "local"),
-    "local-sgd/cnn-4": ("cnn", 4, "local"),
-    "local-sgd/language": ("language", 2, "local"),
-    "local-sgd/language-4": ("language", 4, "local"),
-    "local-sgd/seconds": ("language", 2, "100mbit"),
+    "accuracy/gpt2": {"task": "gpt2", "workers": "2", "network": "1gbit", "launcher": "torchrun"},
+    "accuracy/gpt2-mpi": {"task": "gpt2", "workers": "2", "network": "1gbit", "launcher": "mpi"},
+    "local-sgd/cnn": {"task": "cnn", "workers": "2"},
+    "local-sgd/cnn-4": {"task": "cnn", "workers": "4"},
+    "local-sgd/language": {"task": "language", "workers": "2"},
+    "local-sgd/language-4": {"task": "language", "workers": "4"},
+    "local-sgd/seconds": {"task": "language", "workers": "2", "network": "100mbit"},
 }
 
 
@@ -98,12 +97,13 @@ def _compared(view: str, source: Source) -> Callable[[str], bool]:
     """Whether a view of two methods reads the runs of one; other views read all (reads the file of results)."""
     if view not in _SIDES:
         return lambda method: True
+    if view == "exactly":
+        return {"none" if word == "L" else word for word in source.words[1:]}.__contains__
     sides = {"none" if side == "L" else side for side in source.methods()}
-    if view != "to_best":
+    if view.startswith("peak"):
         return lambda method: family_of(method) in sides
-    mine, other = source.words[1], source.methods()[1]
-    often = {row.method for one in source.groups() for row in most_run(one, "none" if other == "L" else other)}
-    return lambda method: method == mine or method in often
+    often = {row.method for one in source.groups() for side in sides for row in one.candidates(side)}
+    return often.__contains__
 
 
 def _paired(name: str, found: dict[str, Any], output: Path, repeats: int) -> Command:
@@ -150,7 +150,7 @@ def _steps(name: str, found: dict[str, Any], output: Path, _repeats: int) -> Com
 def _accuracy(name: str, found: dict[str, Any], output: Path, repeats: int) -> Command:
     """Curves; methods that made other numbers of steps have a line of their own, which adds them."""
     found = whole(found)
-    task, workers, network = _TAUGHT[name.removesuffix(".json")]
+    taught = [word for key, value in _TAUGHT[name.removesuffix(".json")].items() for word in (f"--{key}", value)]
     lengths = {method: (len(one["loss"]), one.get("search", {}).get("steps")) for method, one in found.items()}
     tries = [tried for one in found.values() for tried in one.get("search", {}).get("tries", ())]
     rates = sorted({tried["rate"] for tried in tries})
@@ -159,8 +159,8 @@ def _accuracy(name: str, found: dict[str, Any], output: Path, repeats: int) -> C
     lines: list[tuple[str, ...]] = []
     for steps, searched in dict.fromkeys(lengths.values()):
         methods = [method for method, length in lengths.items() if length == (steps, searched)]
-        words = ["--task", task, "--workers", str(workers), "--network", network, "--steps", str(steps)]
-        words += ["--seeds", str(count), "--output", str(output.with_suffix(".png")), *["--add"] * bool(lines)]
+        words = [*taught, "--steps", str(steps), "--seeds", str(count)]
+        words += ["--output", str(output.with_suffix(".png")), *["--add"] * bool(lines)]
         words += ["--rates", *map(str, rates), "--search-steps", str(searched)] * bool(rates)
         lines.append(("-m", "bench.accuracy", *words, "--methods", *methods))
     seconds = sum(count * (_START_SECONDS + one["seconds"][-1]) for one in found.values())

@@ -12,7 +12,7 @@ from bench.sweep.report import BUSY_MARK, bound_of, provenance
 from bench.sweep.summary import Group, Row
 from bench.train.origin import UNCOMMITTED
 
-__all__ = ["SWEEPS", "most_run"]
+__all__ = ["SWEEPS"]
 
 
 def _mark(row: Row) -> str:
@@ -99,7 +99,7 @@ def as_it_comes(source: Source) -> str:
 
 def _fastest(one: Group, name: str) -> Row | None:
     """Of a method, also of ``none``."""
-    return min((row for row in one.rows if row.family == name), key=lambda row: row.median, default=None)
+    return min(one.candidates(name), key=lambda row: row.median, default=None)
 
 
 def _milliseconds(one: Group, name: str) -> str:
@@ -177,35 +177,16 @@ def speed(source: Source) -> str:
 
 
 def ratio(source: Source) -> str:
-    """ratio SWEEP MINE OTHER|L [SETTING=…]: the fastest settings' medians, or L; of several groups a range."""
+    """ratio SWEEP MINE OTHER|L [SETTING=…]: the fastest settings' medians, or L; of several groups a range.
+
+    They are the fastest of those that ran as often as any.
+    """
     return _ratios(source, source.methods(), lambda one: one.best)
 
 
 def exactly(source: Source) -> str:
     """exactly SWEEP MINE OTHER|L [SETTING=…]: as ratio, with the medians of exactly these settings."""
     return _ratios(source, source.words[1:], lambda one: {row.method: row for row in one.rows})
-
-
-def most_run(one: Group, family: str) -> list[Row]:
-    """The settings of a method that ran as often as any of them."""
-    rows = [row for row in one.rows if row.family == family]
-    most = max((len(row.runs) for row in rows), default=0)
-    return [row for row in rows if len(row.runs) == most]
-
-
-def to_best(source: Source) -> str:
-    """to_best SWEEP MINE OTHER|L [SETTING=…]: as ratio, with the median of exactly the settings MINE, and OTHER's fastest.
-
-    That is the fastest of those that ran as often as any: a search tries each once, and what may be fastest is run again.
-    """
-    mine, other = source.words[1], source.methods()[1]
-
-    def rows_of(one: Group) -> dict[str, Row]:
-        rows = {row.method: row for row in one.rows if row.method == mine}
-        fastest = min(most_run(one, other), key=lambda row: row.median, default=None)
-        return rows | ({other: fastest} if fastest else {})
-
-    return _ratios(source, (mine, other), rows_of)
 
 
 def _ratios(source: Source, sides: Sequence[str], rows_of: Callable[[Group], Mapping[str, Row]]) -> str:
@@ -321,5 +302,5 @@ def search(source: Source) -> str:
 
 SWEEPS = (
     *(about, methods, against, as_it_comes, pivot, speed),
-    *(ratio, exactly, to_best, across, between, peak, peak_ratio, proportion, behind, bars, search),
+    *(ratio, exactly, across, between, peak, peak_ratio, proportion, behind, bars, search),
 )

@@ -209,9 +209,8 @@ def _compare(bar: Bar, group: Group) -> tuple[str, float] | None:
 
 
 def _fastest(bar: Bar, group: Group, method: str, counts: Callable[[Row], bool]) -> Row | None:
-    """Of a family's runs in the group that count."""
-    rows = [row for row in group.rows if row.family == family_of(method) and counts(row)]
-    return min(rows, key=bar.seconds, default=None)
+    """Of a family's candidates that count."""
+    return min(group.candidates(family_of(method), counts), key=bar.seconds, default=None)
 
 
 def judge(

@@ -310,7 +310,7 @@ def test_only_a_run_whose_gradients_were_not_finite_counts_as_one_that_diverged(
     monkeypatch.setattr("bench.train.launcher.launch", launch)
     monkeypatch.setattr("bench.accuracy.__main__.look", lambda allowed: 0.0)
     task = {"task": "digits", "steps": 3, "seed": 0, "rate": 0.5}
-    prepared = program.prepare("dear", Namespace(workers=2, network="1gbit", timeout=1.0))
+    prepared = program.prepare("dear", Namespace(workers=2, network="1gbit", launcher=None, timeout=1.0))
     with pytest.raises(LauncherError, match="a worker failed"):  # by chance: it is tried again
         program.trial(*prepared, task)
     wrote[0] = {"loss": "of a rank that had ended"}
@@ -321,6 +321,14 @@ def test_only_a_run_whose_gradients_were_not_finite_counts_as_one_that_diverged(
     assert program.trial(*prepared, task) == {"rate": 0.5, "diverged": told}
     with pytest.raises(Diverged, match=told):
         program.run(*prepared, task, busy=False)
+
+
+def test_a_method_that_its_launcher_cannot_start_is_told_before_any_is_trained() -> None:
+    asked = Namespace(workers=2, network="local", launcher="torchrun", timeout=1.0)
+    settings, _ = program.prepare("dear", asked)
+    assert settings.launcher == "torchrun"
+    with pytest.raises(LauncherError, match="dear runs under mpi, not under torchrun"):
+        program.prepare("dear:transport=mpi", asked)
 
 
 def test_rates_are_searched_before_any_seed_and_what_is_there_is_not_tried_again(

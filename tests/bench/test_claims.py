@@ -243,8 +243,6 @@ def experiment_of(mode: str) -> dict[str, Any]:
         ("ratio a dear L", "1.10 – 1.38 (2 places, n = 1 each)"),
         ("exactly a dear:threshold_mb=1 ddp workers=2", "0.80 (n = 1)"),
         ("exactly a dear:threshold_mb=1 L workers=2", "1.20 (n = 1)"),
-        ("to_best a dear:threshold_mb=1 ddp workers=2", "0.80 (n = 1)"),
-        ("to_best a dear:threshold_mb=1 L workers=2", "1.20 (n = 1)"),
         ("across a dear ddp workers=2 launcher=None beside=None", "0.73 (n = 1)"),
         ("between a dear ddp workers=2", "0.70 – 0.77 (3 steps, n = 1)"),
         ("ratio r dear ddp", "0.80 (0.76 – 0.83, n = 6)"),

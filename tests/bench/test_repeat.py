@@ -59,7 +59,7 @@ def test_a_claim_of_two_methods_runs_these_and_no_other(found: list[repeat.Claim
 
 
 def test_a_claim_beside_the_fastest_runs_those_that_were_run_again(found: list[repeat.Claim]) -> None:
-    wanted = "to_best tuned-baselines dear ddp launcher=torchrun"
+    wanted = "ratio tuned-baselines dear ddp launcher=torchrun"
     (line,) = next(one for one in found if one.source == wanted).commands[0].lines
     raw = json.loads((RESULTS / "tuned-baselines" / "reports.json").read_text())["runs"]
     again = {run["settings"]["method"] for run in raw
@@ -101,6 +101,8 @@ MODES = {"network": "1gbit", "arguments": ["--layers", "2"], "runs": [{"hosts": 
          "--workers 2 --network 100mbit --steps 7 --seeds 2 --output out/local-sgd/seconds.png --add --methods co2"),
         ("local-sgd/seconds.json", SEARCHED, "-m bench.accuracy --task language --workers 2 --network 100mbit "
          "--steps 5 --seeds 2 --output out/local-sgd/seconds.png --rates 0.001 0.01 --search-steps 3 --methods dear"),
+        ("accuracy/gpt2-mpi.json", {"dear": CURVES["dear"]}, "-m bench.accuracy --task gpt2 --workers 2 --network 1gbit "
+         "--launcher mpi --steps 5 --seeds 6 --output out/accuracy/gpt2-mpi.png --methods dear"),
         ("osdp/bert-2.json", MODES, "-m bench.experiments bert --hosts 2 --ranks-per-host 2 --network 1gbit "
          "--json out/osdp/bert-2.json -- --layers 2"),
         ("prediction/sealed-runs.json", PREDICTED, "-m bench.validation configs/sweeps/sealed.toml "

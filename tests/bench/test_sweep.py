@@ -287,6 +287,24 @@ def test_the_bound_is_the_larger_of_compute_and_wire() -> None:
     assert alone[0].bound is None
 
 
+def test_the_best_setting_is_one_of_those_that_ran_most_often() -> None:
+    runs = [
+        ("ddp:bucket_mb=1", 0, 0.9),
+        ("ddp:bucket_mb=2", 0, 1.0),
+        ("ddp:bucket_mb=2", 1, 1.2),
+        ("ddp", 0, 1.1),
+        ("ddp", 1, 1.2),
+    ]
+    about = {"model": "mlp", "workers": 2, "network": "1gbit"}
+    results = [result_of(Settings(method=name, repeat=repeat, **about), seconds) for name, repeat, seconds in runs]  # type: ignore[arg-type]
+    (one,) = group([*results, result_of(Settings(method="dear", **about), 1.1)])  # type: ignore[arg-type]
+    assert one.best["ddp"].method == "ddp:bucket_mb=2"  # 0.9 may have been luck
+    assert [row.method for row in one.candidates("ddp")] == ["ddp:bucket_mb=2", "ddp"]
+    (verdict,) = judge([one], [Bar("dear", "ddp", 1.05, {})])
+    assert verdict.met is False  # of the same run: 1.1 beside 1.0
+    assert "x ddp:bucket_mb=2" in verdict.text
+
+
 def test_quartiles_of_two_steps_lie_between_them() -> None:
     (one,) = group([result_of(Settings(), 1.0, step_seconds=[0.1, 0.9])])
     assert (one.rows[0].low, one.rows[0].high) == (pytest.approx(0.3), pytest.approx(0.7))
