@@ -2,7 +2,7 @@
 
     python -m bench.claims              exits with 1 where a page says something else than the results, or names no source
     python -m bench.claims --write      writes what the results say into the pages
-    python -m bench.claims --show "ratio default-sweep dear ddp model=resnet50"      recomputes a number
+    python -m bench.claims --show "ratio tuning dear L"      recomputes a number
 
 A measured number, or a whole table, stands between its source and an end, which readers do not see:
 

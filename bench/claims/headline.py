@@ -1,7 +1,7 @@
-"""``python -m bench.claims.headline``: README's picture, ``docs/results/headline.png``, from the default sweep's results.
+"""``python -m bench.claims.headline``: README's picture, ``docs/results/headline.png``, of opponents at their best.
 
-A line for each thing that was trained on two hosts or more: how many times longer than L = max(compute, wire) a step of
-dear takes as it comes, and a step of each other method with the fastest of its settings.
+A line for each thing that was trained under torchrun: how many times longer than L = max(compute, wire) a step of dear
+takes as it comes, and a step of each other method with the fastest of its settings.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import matplotlib.pyplot as plt
 
 __all__ = ["compared", "draw"]
 
+SWEEPS = ("tuned-baselines", "launchers")
 METHODS = {"dear": "#0b5fa5", "ddp": "#d9822b", "horovod": "#7f7f7f"}
 LABELS = {
     "dear": "dear, no options",
@@ -56,16 +57,16 @@ def draw(groups: Sequence[Group], path: Path) -> None:
     axis.set_yticks(range(len(groups)), [_what(one) for one in groups], fontsize=9)
     axis.set_ylim(-0.6, len(groups) - 0.4)
     axis.set_xlabel("step / max(compute, wire); no schedule of synchronous training is left of 1", fontsize=9)
-    axis.legend(frameon=False, fontsize=9, loc="lower right")
+    axis.legend(frameon=False, fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
 def main() -> None:
-    runs = json.loads((RESULTS / "default-sweep" / "reports.json").read_text())["runs"]
+    runs = [run for name in SWEEPS for run in json.loads((RESULTS / name / "reports.json").read_text())["runs"]]
     path = RESULTS / "headline.png"
-    draw(compared(group(runs)), path)
+    draw(compared(group(run for run in runs if run["settings"]["launcher"] == "torchrun")), path)
     print(f"wrote {path}")
 
 
