@@ -57,7 +57,7 @@ def draw(groups: Sequence[Group], path: Path) -> None:
     axis.set_yticks(range(len(groups)), [_what(one) for one in groups], fontsize=9)
     axis.set_ylim(-0.6, len(groups) - 0.4)
     axis.set_xlabel("step / max(compute, wire); no schedule of synchronous training is left of 1", fontsize=9)
-    axis.legend(frameon=False, fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    figure.legend(frameon=False, fontsize=9, loc="outside upper center", ncols=3)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
