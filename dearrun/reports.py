@@ -30,9 +30,10 @@ _TAG_BEGINS = re.compile(rb"(?:^|\n)(\[[^\]\n]{0,99}(?:\](?:<[stder]{0,6}>?)?:? 
 # What the shell says itself, such as "Terminated", goes nowhere; the worker keeps stderr. Which number is free for it is
 # tried, since some MPIs hand open files to their workers. Signals are sent to the shell as well: it waits for the worker.
 # The report comes twice: where mpirun cuts what it forwards into blocks, one of the two is whole. A worker that a signal
-# ended looks to mpirun as if it had no shell.
+# ended looks to mpirun as if it had no shell. One that ends before its worker has begun takes its file along.
 _SHELL = (
     f"unset {ALONE_VARIABLE}; "
+    f"trap 'rm -f \"${ALONE_VARIABLE}\"; exit 143' HUP INT QUIT TERM USR1 USR2; "
     f'[ -z "$1" ] || export {ALONE_VARIABLE}="$(mktemp "${{TMPDIR:-/tmp}}/dearrun.XXXXXX" 2>/dev/null)"; '
     "shift; "
     "for fd in 9 8 7 6 5 4 3; do { true >&$fd; } 2>/dev/null || break; done; "

@@ -185,8 +185,8 @@ def test_claims_are_measured_once_and_go_on_where_they_stopped(
 
 def test_the_list_names_file_command_and_hours(found: list[repeat.Claim]) -> None:
     text = repeat.listed([one for one in found if one.where.startswith("README")])
-    assert "    docs/results/default-sweep/reports.json; code of " in text
-    assert "    python benchmarks.py configs/sweeps/default.toml --output " in text
+    assert "    docs/results/launchers/reports.json; code of " in text
+    assert "    python benchmarks.py configs/sweeps/launchers.toml --output " in text
     assert " minutes\n" in text
 
 
