@@ -34,7 +34,8 @@ _TAG_BEGINS = re.compile(rb"(?:^|\n)(\[[^\]\n]{0,99}(?:\](?:<[stder]{0,6}>?)?:? 
 _SHELL = (
     f"unset {ALONE_VARIABLE}; "
     f"trap 'rm -f \"${ALONE_VARIABLE}\"; exit 143' HUP INT QUIT TERM USR1 USR2; "
-    f'[ -z "$1" ] || export {ALONE_VARIABLE}="$(mktemp "${{TMPDIR:-/tmp}}/dearrun.XXXXXX" 2>/dev/null)"; '
+    f'[ -z "$1" ] || export {ALONE_VARIABLE}="$(trap "" HUP INT QUIT TERM USR1 USR2; '
+    'mktemp "${TMPDIR:-/tmp}/dearrun.XXXXXX" 2>/dev/null)"; '
     "shift; "
     "for fd in 9 8 7 6 5 4 3; do { true >&$fd; } 2>/dev/null || break; done; "
     'eval "exec $fd>&2 2>/dev/null"; '
