@@ -102,7 +102,8 @@ def test_a_job_whose_ranks_never_met_is_told(text: str, ranks: int, status: int,
     result = _job(tmp_path, text, ranks=ranks)
     assert (result.returncode, result.stderr.count(ALONE)) == (status, int(said)), result.stderr
     assert not said or result.stderr.count("\n") == 1
-    assert sorted(os.listdir(tmp_path)) == ["train.py"]
+    if status == 0:  # else mpirun kills the other worker and, a second later, the shell that would remove its file
+        assert sorted(os.listdir(tmp_path)) == ["train.py"]
 
 
 def test_programs_that_are_not_python_need_not_meet_nor_those_that_meet_elsewhere() -> None:
