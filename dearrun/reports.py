@@ -6,8 +6,8 @@ over the connection in question. dearrun takes these lines out, and without one 
 A line before says where the worker runs (`dearrun.worker`): of one that does not end, dearrun says where it is.
 Whether a worker uses MPI or `dear` makes no difference.
 
-Of a script's worker the report also says whether it ended without having called ``dear.init()``, which removes a file that
-the shell has made.
+Of a script's worker the report also says whether it ended without having called ``dear.init()``, which writes into a file
+that the shell holds open.
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ _LONGEST = 120  # bytes of a report
 _TAG = rb"\[[^\]\n]*\](?:<stderr>)?:? ?"  # that mpirun puts in front of a line
 _TAG_BEGINS = re.compile(rb"(?:^|\n)(\[[^\]\n]{0,99}(?:\](?:<[stder]{0,6}>?)?:? ?)?)$")
 
-# What the shell says itself, such as "Terminated", goes nowhere; the worker keeps stderr. Which number is free for it is
-# tried, since some MPIs hand open files to their workers. Signals are sent to the shell as well: it waits for the worker.
+# What the shell says itself, such as "Terminated", goes nowhere; the worker keeps stderr. Which numbers are free for it and
+# for the watched worker's file is tried, since some MPIs hand open files to their workers. The file has no name any more
+# when the worker begins: whoever kills both leaves none. Signals are sent to the shell as well: it waits for the worker.
 # The report comes twice: where mpirun cuts what it forwards into blocks, one of the two is whole. A worker that a signal
-# ended looks to mpirun as if it had no shell. One that ends before its worker has begun takes its file along.
+# ended looks to mpirun as if it had no shell.
 _SHELL = (
-    f"unset {ALONE_VARIABLE}; "
-    f"trap 'rm -f \"${ALONE_VARIABLE}\"; exit 143' HUP INT QUIT TERM USR1 USR2; "
-    f'[ -z "$1" ] || export {ALONE_VARIABLE}="$(trap "" HUP INT QUIT TERM USR1 USR2; '
-    'mktemp "${TMPDIR:-/tmp}/dearrun.XXXXXX" 2>/dev/null)"; '
+    f"unset {ALONE_VARIABLE}; file=; "
+    "trap 'rm -f \"$file\"; exit 143' HUP INT QUIT TERM USR1 USR2; "
+    "free() { for fd in 9 8 7 6 5 4 3; do { true >&$fd; } 2>/dev/null || return 0; done; return 1; }; "
+    'free; out=$fd; eval "exec $out>&2 2>/dev/null"; '
+    'if [ "$1" ] && free && file="$(trap "" HUP INT QUIT TERM USR1 USR2; mktemp "${TMPDIR:-/tmp}/dearrun.XXXXXX")"; then '
+    f'eval "exec $fd>\\"\\$file\\""; rm -f "$file"; export {ALONE_VARIABLE}="/proc/$$/fd/$fd"; '
+    "else fd=$out; fi; "
     "shift; "
-    "for fd in 9 8 7 6 5 4 3; do { true >&$fd; } 2>/dev/null || break; done; "
-    'eval "exec $fd>&2 2>/dev/null"; '
     "trap : HUP INT QUIT TERM USR1 USR2; "
-    'eval "(exec \\"\\$@\\" 2>&$fd $fd>&-)"; '
+    'eval "(exec \\"\\$@\\" 2>&$out $out>&- $fd>&-)"; '
     "status=$?; "
     "alone=; "
-    f'if [ "${ALONE_VARIABLE}" ] && [ -e "${ALONE_VARIABLE}" ]; then rm -f "${ALONE_VARIABLE}"; alone=" alone"; fi; '
+    f'[ -z "${ALONE_VARIABLE}" ] || [ -s "${ALONE_VARIABLE}" ] || alone=" alone"; '
     'report="$(printf "\\036")$0 ${OMPI_COMM_WORLD_RANK:-$PMI_RANK} $status$alone"; '
-    'eval "printf \'%s\\n%s\\n\' \\"\\$report\\" \\"\\$report\\" >&$fd"; '
+    'eval "printf \'%s\\n%s\\n\' \\"\\$report\\" \\"\\$report\\" >&$out"; '
     "if [ $status -gt 128 ]; then "
     "ulimit -c 0; trap - HUP INT QUIT TERM USR1 USR2; kill -$((status - 128)) $$; "
     "fi; "

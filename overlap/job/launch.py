@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 BACKEND_VARIABLE = "DEAR_BACKEND"
-#: Names a file to a script that dearrun has started: init() removes it, and so tells that this rank is not alone.
+#: Names an open file to a script that dearrun has started: init() writes into it, and so tells that this rank is not alone.
 ALONE_VARIABLE = "DEARRUN_ALONE"
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -362,7 +363,7 @@ def init(comm: Any = None, torch_distributed: bool = True, meeting: InitMethod |
     _session, _process = made, os.getpid()
     os.environ[_RANKS_PROCESS] = str(_process)
     with contextlib.suppress(KeyError, OSError):
-        os.unlink(os.environ.pop(ALONE_VARIABLE))
+        Path(os.environ.pop(ALONE_VARIABLE)).write_text("init")
     atexit.register(shutdown)
     return _session
 

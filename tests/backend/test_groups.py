@@ -15,6 +15,7 @@ from tests.backend.world import (
     ALL,
     BACKEND,
     FOUR,
+    OVER_GLOO,
     SEVERAL,
     all_gather_single,
     contents,
@@ -142,6 +143,7 @@ def test_new_subgroups() -> None:
 
 
 @SEVERAL
+@pytest.mark.skipif(OVER_GLOO and SIZE > 2, reason="gloo's halves never connect, in every second job (torch 2.13)")
 def test_a_group_is_split() -> None:
     """By the group's own method: torch's function asks for a bound accelerator."""
     world = dist.group.WORLD
