@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,11 @@ def _sweep(name: str, found: dict[str, Any], output: Path, repeats: int, asked: 
     view, source = asked
     where = {key: value for key, value in source.named.items() if key in GROUP and "beside" not in source.named}
     compared = _compared(view, source)
-    wanted = [
-        run for run in read(table).runs
-        if all(str(getattr(run, key)) == value for key, value in where.items()) and compared(run.method)
-    ]  # fmt: skip
+
+    def needed(setting: Callable[[str], Any]) -> bool:
+        return all(str(setting(key)) == value for key, value in where.items()) and compared(setting("method"))
+
+    wanted = [run for run in read(table).runs if needed(partial(getattr, run))]
     if not wanted:
         raise ValueError(f"{table.name} has no runs of {view} with {where} any more")
     methods = list(dict.fromkeys(run.method for run in wanted)) if view in _SIDES else []
@@ -86,9 +87,7 @@ def _sweep(name: str, found: dict[str, Any], output: Path, repeats: int, asked: 
         f"{name} {number} {repeat}": _took(result)
         for number, result in enumerate(found["runs"])
         for repeat in range(repeats)
-        if result["settings"].get("repeat", 0) == 0
-        and all(str(result["settings"][key]) == value for key, value in where.items())
-        and compared(result["settings"]["method"])
+        if result["settings"].get("repeat", 0) == 0 and needed(result["settings"].__getitem__)
     }
     return Command(name, ((*line, *(word for one in only for word in ("--only", one))),), seconds, resumes=True)
 
