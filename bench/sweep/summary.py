@@ -92,9 +92,16 @@ class Group:
         return {family: min(self.candidates(family), key=lambda row: row.median) for family in families}
 
     def to_bound(self, row: Row) -> Ratio | None:
-        """A row over L, by runs of the same number; None where there are none."""
+        """A row over L by runs of the same number, which n counts; None where there are none.
+
+        Where only some of a row's runs have the computation alone beside them, it is the row's median over L: so a search
+        that ran `none` once, and the fastest settings again, tells all of their runs.
+        """
         bounds = {number: max(seconds, self.wire or 0.0) for number, seconds in self.computes.items()}
-        return paired(row.runs, bounds) if bounds.keys() & row.runs.keys() else None
+        common = bounds.keys() & row.runs.keys()
+        if not common or self.bound is None:
+            return None
+        return paired(row.runs, bounds) if common == row.runs.keys() else Ratio(row.median / self.bound, len(common))
 
 
 def particulars(settings: Mapping[str, Any]) -> str:

@@ -465,6 +465,10 @@ def test_runs_that_differ_in_their_number_are_one_row_and_are_compared_in_pairs(
     bound = one.to_bound(dear)
     assert bound is not None
     assert (bound.value, bound.n) == (pytest.approx(1.8), 6)
+    (once,) = group([result for result in results if result["settings"]["method"] != "none" or result is results[0]])
+    bound = once.to_bound(once.rows[1])
+    assert bound is not None
+    assert (bound.value, bound.n, bound.interval) == (pytest.approx(0.9 * 3.5 / 0.5), 1, None)
     met, missed = judge([one], [Bar("dear", "ddp", 0.91, {}), Bar("dear", "bound", 1.7, {})])
     assert (met.met, missed.met) == (True, False)
     assert "dear 0.90 (0.90 – 0.90) x ddp, bar 0.91" in met.text
