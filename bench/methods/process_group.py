@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,15 @@ def tell_as_torchrun() -> None:
     if launch.local_rank is not None and launch.local_size is not None:
         os.environ.update(LOCAL_RANK=str(launch.local_rank), LOCAL_WORLD_SIZE=str(launch.local_size))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29400" if launch.size > 1 else "0")
+    os.environ.setdefault("MASTER_PORT", str(_port(os.environ.get("PMIX_NAMESPACE", ""))) if launch.size > 1 else "0")
+
+
+def _port(job: str) -> int:
+    """One for each job of an Open MPI, by its name, since jobs on one machine would meet each other.
+
+    Linux hands out none of these by itself.
+    """
+    return 20000 + zlib.crc32(job.encode()) % 10000
 
 
 def join(device: torch.device, backend: str | None = None) -> Place:

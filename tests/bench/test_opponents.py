@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from bench.methods import process_group
 from bench.methods.method import Method, MethodUnavailable
 from bench.methods.registry import method
 from bench.methods.spec import family_of
@@ -104,6 +105,22 @@ def test_powersgd_has_a_group_for_each_of_its_buckets(launcher: str, spec: str, 
     """Two ranks train the same model, with gradients of their own, and stay the same."""
     argv = ["-m", "tests.bench.powersgd", spec, buckets]
     run_ranks(2, argv, launcher, cwd=ROOT).check()
+
+
+def test_jobs_of_mpirun_on_one_machine_meet_at_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of one job joined the other, or found its port in use."""
+    ports = []
+    for job in ("prterun-here-7@1", "prterun-here-8@1", "prterun-here-7@1"):
+        with monkeypatch.context() as patch:
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+                patch.setenv(name, "")  # so that what is set goes away
+                patch.delenv(name)
+            patch.setenv("OMPI_COMM_WORLD_RANK", "1")
+            patch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+            patch.setenv("PMIX_NAMESPACE", job)
+            process_group.tell_as_torchrun()
+            ports.append(int(os.environ["MASTER_PORT"]))
+    assert ports[0] == ports[2] != ports[1]
 
 
 def test_what_ddp_cannot_have_together_is_refused() -> None:
