@@ -59,8 +59,8 @@ def join_world(
     corner = f"dear/session-{session}" if attempt is None else f"dear/attempt-{attempt}/session-{session}"
     retry_until = time.monotonic() + _RETRY_SECONDS if init_method.startswith("tcp:") and rank != 0 else 0.0
     while True:
-        store, rank, size = next(rendezvous(init_method, rank, size))
         try:
+            store, rank, size = next(rendezvous(init_method, rank, size))
             _await_all(PrefixStore(f"{corner}/arrived", store), rank, size, awaited)
             break
         except dist.DistError:  # it was the store of the last session, which rank 0 has just closed
