@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from overlap.transport.torch.rendezvous import begin_group
+from overlap.transport.torch import rendezvous
+from overlap.transport.torch.rendezvous import begin_group, join_world
 
 
 @pytest.mark.parametrize("has_set_timeout", [True, False])
@@ -26,3 +28,27 @@ def test_the_time_limit_for_connecting_ends_with_it_by_the_function_that_torch_h
     setup = datetime.timedelta(seconds=7)
     begin_group(None, 0, 2, setup)
     assert calls == [("begins", setup), ("public" if has_set_timeout else "deprecated", default_pg_timeout)]
+
+
+@pytest.mark.parametrize(("rank", "refusals"), [(0, 1), (1, 0), (1, 3)])
+def test_a_rank_that_reaches_the_store_of_the_last_session_while_it_closes_tries_again(
+    rank: int, refusals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 serves the store, so that its own failure is none of another session."""
+    tries = 0
+
+    def reach(_: str, rank: int, size: int) -> Iterator[tuple[dist.Store, int, int]]:
+        nonlocal tries
+        tries += 1
+        if tries <= refusals:
+            raise dist.DistNetworkError("Failed to recv, got 0 bytes")
+        yield dist.HashStore(), rank, size
+
+    monkeypatch.setattr(rendezvous, "rendezvous", reach)
+    monkeypatch.setattr(rendezvous, "begin_group", lambda *_: None)
+    if rank == 0:
+        with pytest.raises(dist.DistNetworkError):
+            join_world(1, lambda _: None, "tcp://127.0.0.1:1", rank, 1)
+    else:
+        join_world(1, lambda _: None, "tcp://127.0.0.1:1", rank, 1)
+        assert tries == refusals + 1
