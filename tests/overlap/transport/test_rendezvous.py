@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import default_pg_timeout
 
@@ -37,12 +38,12 @@ def test_a_rank_that_reaches_the_store_of_the_last_session_while_it_closes_tries
     """Rank 0 serves the store, so that its own failure is none of another session."""
     tries = 0
 
-    def reach(_: str, rank: int, size: int) -> Iterator[tuple[dist.Store, int, int]]:
+    def reach(_: str, rank: int, size: int) -> Iterator[tuple[HashStore, int, int]]:
         nonlocal tries
         tries += 1
         if tries <= refusals:
             raise dist.DistNetworkError("Failed to recv, got 0 bytes")
-        yield dist.HashStore(), rank, size
+        yield HashStore(), rank, size
 
     monkeypatch.setattr(rendezvous, "rendezvous", reach)
     monkeypatch.setattr(rendezvous, "begin_group", lambda *_: None)
