@@ -7,6 +7,7 @@ from typing import Any
 
 from bench.claims.source import Source, table
 from bench.collectives.levels import LevelRow
+from bench.sweep.ratios import Ratio
 from bench.sweep.report import BUSY_MARK, BUSY_NOTE
 from bench.train.cores import was_busy
 
@@ -25,11 +26,15 @@ def collectives(source: Source) -> str:
     cells = []
     for row in found["rows"]:
         if row["bytes"] >= 2**20:
-            figures = [row.get(name) for name in ("to_plain", "to_wire", "to_gloo", "cpu_to_gloo")]
+            figures = [
+                _ratio(row, "to_plain", "plain_interval"),
+                _ratio(row, "to_wire"),
+                _ratio(row, "to_gloo", "gloo_interval"),
+                _ratio(row, "cpu_to_gloo"),
+            ]
             spread = f"{row['low_ms']:.2f} – {row['high_ms']:.2f}"
             size, ms = f"{row['bytes'] / 2**20:g} MB", f"{row['ms']:.2f}"
-            texts = ["" if value is None else f"{value:.2f}" for value in figures]
-            cells.append([row["operation"], size, str(row["n"]), ms, spread, *texts])
+            cells.append([row["operation"], size, str(row["n"]), ms, spread, *figures])
     head = ["operation", "size", "n", "ms", "quartiles", "× plain TCP", "× wire", "× gloo", "CPU × gloo"]
     where = f"{found['hosts']} hosts, {found['network']}, {found['backend']}{BUSY_MARK * was_busy(found)}"
     goodput = f", goodput {found['goodput'] * 8 / 1e6:.0f} Mbit/s" if found["goodput"] else ""
@@ -50,7 +55,7 @@ def rings(source: Source) -> str:
             both = [rows[one] for one in ("reduce_scatter", "all_gather") if one in rows]
             if size < _SENT or len(both) < 2:
                 continue
-            shares = [f"{1 / (row.get('to_plain') or row['to_wire']):.2f}" for row in both]
+            shares = [_share(row) for row in both]
             busy = max(row["cores_busy"] for row in both)
             limit = max(_plain_bits(row) or found["goodput"] * 8 for row in both)
             network = found["network"] + BUSY_MARK * was_busy(found)
@@ -67,6 +72,21 @@ def rings(source: Source) -> str:
         "cores busy",
     ]
     return table(head, cells)
+
+
+def _ratio(row: Mapping[str, Any], name: str, interval: str = "") -> str:
+    """A ratio of a row as a cell, with its interval where the file has one."""
+    if row.get(name) is None:
+        return ""
+    spread = row.get(interval)
+    return Ratio(row[name], row["n"], None if spread is None else (spread[0], spread[1])).cell
+
+
+def _share(row: Mapping[str, Any]) -> str:
+    """What a ring reaches of plain TCP, as a cell: the inverse of its time over that of plain TCP."""
+    spread = row.get("plain_interval")
+    inverse = {"share": 1 / (row.get("to_plain") or row["to_wire"]), "n": row["n"]}
+    return _ratio({**inverse, "interval": spread and (1 / spread[1], 1 / spread[0])}, "share", "interval")
 
 
 def _plain_bits(row: Mapping[str, Any]) -> float | None:
@@ -86,7 +106,7 @@ def levels(source: Source) -> str:
     cells = []
     for row in (LevelRow(**each) for each in found["rows"]):
         spread = f"{row.low_ms:.1f} – {row.high_ms:.1f}"
-        figures = [f"{row.ms:.1f}", spread, f"{row.flat_ms:.1f}", f"{row.to_flat:.2f}"]
+        figures = [f"{row.ms:.1f}", spread, f"{row.flat_ms:.1f}", _ratio(vars(row), "to_flat", "flat_interval")]
         sent = [f"{mb:.1f}" for mb in (row.sent_mb, row.flat_sent_mb, row.hosts_sent_mb)]
         cells.append([row.operation, f"{row.bytes / 2**20:g} MB", str(row.n), *figures, *sent])
     head = ["operation", "size", "n", "two levels, ms", "quartiles", "one ring, ms", "× one ring"]

@@ -51,13 +51,17 @@ def about(source: Source) -> str:
 
 
 def methods(source: Source) -> str:
-    """methods SWEEP [all] [SETTING=…]: the methods of one group, each with its fastest setting, or with all of them."""
+    """methods SWEEP [all] [repeated] [SETTING=…]: methods of one group, each with its fastest setting, or with all of them.
+
+    repeated: only those that were run most often; others are of the search alone.
+    """
     one = source.one_group()
     rows = (
         one.rows if "all" in source.words else [*(row for row in one.rows if row.family == "none"), *one.best.values()]
     )
+    least = max(len(row.runs) for row in rows) if "repeated" in source.words else 1
     cells = []
-    for row in sorted(rows, key=lambda row: row.median):
+    for row in sorted((row for row in rows if len(row.runs) >= least), key=lambda row: row.median):
         name = "computation alone" if row.family == "none" else f"`{row.method}`"
         spread = f"{row.low:.3f} – {row.high:.3f}"
         told = [f"{row.median:.3f}", spread, str(row.n), _bounded(row, one), str(len(row.runs))]

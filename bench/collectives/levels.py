@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.collectives.bars import Verdict
+from bench.sweep.ratios import interval
 
 __all__ = ["LEVELLED", "LevelRow", "judge_levels", "level_row", "level_table"]
 
@@ -38,6 +39,9 @@ class LevelRow:
     sent_mb: float
     flat_sent_mb: float
     hosts_sent_mb: float
+    flat_interval: tuple[float, float] | None = (
+        None  # where the median of the ratios lies; None: fewer than six, or older
+    )
 
     @property
     def to_hosts(self) -> float:
@@ -62,6 +66,7 @@ def level_row(result: dict[str, Any]) -> LevelRow:
         sent_mb=statistics.median(sent["levels"]) / 1e6,
         flat_sent_mb=statistics.median(sent["flat"]) / 1e6,
         hosts_sent_mb=statistics.median(sent["hosts"]) / 1e6,
+        flat_interval=interval(ratios),
     )
 
 

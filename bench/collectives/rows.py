@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.sweep.ratios import interval
+
 __all__ = ["Row", "row_of", "table"]
 
 
@@ -29,6 +31,9 @@ class Row:
     cores_busy: float | None  # of the machine while ours ran, 0 to 1: near 1 they are the limit, not the links
     plain_ms: float | None = None  # plain TCP with the same messages in the same pattern; None: of an older run
     to_plain: float | None = None  # median of the ratios pair by pair
+    # Where the medians of ratios lie (bench.sweep.ratios); None: fewer than six pairs, or an older run.
+    gloo_interval: tuple[float, float] | None = None
+    plain_interval: tuple[float, float] | None = None
 
 
 def row_of(result: dict[str, Any], goodput_bytes: float | None) -> Row:
@@ -38,6 +43,7 @@ def row_of(result: dict[str, Any], goodput_bytes: float | None) -> Row:
     middle = statistics.median(ours)
     quartiles = statistics.quantiles(ours, n=4, method="inclusive")
     wire = crossing / goodput_bytes if goodput_bytes and crossing else None
+    to_gloo, to_plain = _pairwise(ours, gloo), _pairwise(ours, plain)
     return Row(
         operation=result["operation"],
         bytes=result["bytes"],
@@ -47,18 +53,24 @@ def row_of(result: dict[str, Any], goodput_bytes: float | None) -> Row:
         high_ms=1e3 * quartiles[2],
         bus_mb_per_s=crossing / middle / 1e6,
         gloo_ms=1e3 * statistics.median(gloo) if gloo else None,
-        to_gloo=_pairwise(ours, gloo),
+        to_gloo=_median(to_gloo),
         to_wire=middle / wire if wire else None,
         cpu_to_gloo=cpu["ours"] / cpu["gloo"] if gloo and cpu["gloo"] else None,
         cpu_ns_per_byte=1e9 * cpu["ours"] / (crossing * result["ranks"]) if crossing else 0.0,
         cores_busy=result["cores_busy"],
         plain_ms=1e3 * statistics.median(plain) if plain else None,
-        to_plain=_pairwise(ours, plain),
+        to_plain=_median(to_plain),
+        gloo_interval=interval(to_gloo),
+        plain_interval=interval(to_plain),
     )
 
 
-def _pairwise(ours: Sequence[float], other: Sequence[float] | None) -> float | None:
-    return statistics.median(a / b for a, b in zip(ours, other, strict=True)) if other else None
+def _pairwise(ours: Sequence[float], other: Sequence[float] | None) -> list[float]:
+    return [a / b for a, b in zip(ours, other, strict=True)] if other else []
+
+
+def _median(ratios: Sequence[float]) -> float | None:
+    return statistics.median(ratios) if ratios else None
 
 
 def _size(nbytes: int) -> str:

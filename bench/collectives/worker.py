@@ -61,9 +61,9 @@ def _time(comm: Communicator, call: Call) -> tuple[float, float]:
 
 
 def _iterations(comm: Communicator, calls: list[Call], wanted: int) -> int:
-    """As many as asked for, fewer where they would take too long; at least 5."""
+    """As many as asked for, fewer where they would take too long; at least six, so that ratios have an interval."""
     once = sum(_time(comm, call)[0] for call in calls)
-    return max(5, min(wanted, int(SECONDS_PER_CASE / max(once, 1e-6))))
+    return max(6, min(wanted, int(SECONDS_PER_CASE / max(once, 1e-6))))
 
 
 def _supported(call: Call) -> bool:

@@ -170,10 +170,16 @@ def _results(folder: Path) -> Path:
     small = {**row, "bytes": 2**10}
     (folder / "collectives" / "two.json").write_text(json.dumps({**about, "rows": [small, row]}))
     ring = {**row, "operation": "reduce_scatter", "to_wire": 1.25, "cores_busy": 0.5}
-    same = {"bytes": 2**16, "to_plain": 2.5, "plain_ms": 2.0, "bus_mb_per_s": 31.25}  # messages of plain TCP
+    same = {
+        "bytes": 2**16,
+        "to_plain": 2.5,
+        "plain_interval": [2.0, 4.0],
+        "plain_ms": 2.0,
+        "bus_mb_per_s": 31.25,
+    }  # messages of plain TCP
     rows = [small, row, ring, {**row, **same}, {**ring, **same}]
     (folder / "collectives" / "rings.json").write_text(json.dumps({**about, "rows": rows}))
-    level = LevelRow("all_gather", 2**20, 9, 4.0, 3.9, 4.25, 6.0, 4.1, 0.66, 0.53, 0.79, 0.53)
+    level = LevelRow("all_gather", 2**20, 9, 4.0, 3.9, 4.25, 6.0, 4.1, 0.66, 0.53, 0.79, 0.53, (0.6, 0.7))
     several = {**about, "ranks_per_host": 2, "rows": [asdict(level)]}
     (folder / "collectives" / "levels.json").write_text(json.dumps(several))
     (folder / "osdp").mkdir()
@@ -307,10 +313,11 @@ def experiment_of(mode: str) -> dict[str, Any]:
         ("collectives two", "| all_gather | 1 MB | 9 | 4.00 | 3.90 – 4.20 |  | 0.90 |  | 0.50 |"),
         (
             "rings rings",
-            "| 1gbit | 1 | 64 KB | 0.5 | 0.40 | 0.40 | 9 | 50% |\n| 1gbit | 1 | 1 MB | 0.96 | 0.80 | 1.11 | 9 | 50% |",
+            "| 1gbit | 1 | 64 KB | 0.5 | 0.40 (0.25 – 0.50) | 0.40 (0.25 – 0.50) | 9 | 50% |\n"
+            "| 1gbit | 1 | 1 MB | 0.96 | 0.80 | 1.11 | 9 | 50% |",
         ),
         ("levels levels", "2 hosts with 2 ranks each, 1gbit, mpi, goodput 960 Mbit/s:"),
-        ("levels levels", "| all_gather | 1 MB | 9 | 4.0 | 3.9 – 4.2 | 6.0 | 0.66 | 0.5 | 0.8 | 0.5 |"),
+        ("levels levels", "| all_gather | 1 MB | 9 | 4.0 | 3.9 – 4.2 | 6.0 | 0.66 (0.60 – 0.70) | 0.5 | 0.8 | 0.5 |"),
         ("experiment bert", "| none\\* | 6 | 0.750 | 3 | 0.500 | 41 | 1.500000 |"),
         ("experiment bert", "| group_sharding\\* | 6 | 0.750 | 3 | 1.000 | 41 | 1.500300 |\n\n\\* with changes"),
         (
@@ -330,6 +337,12 @@ def experiment_of(mode: str) -> dict[str, Any]:
 )
 def test_views(source: str, given: str, tmp_path: Path) -> None:
     assert given in render(source, _results(tmp_path))
+
+
+def test_a_table_may_leave_out_what_only_the_search_ran(tmp_path: Path) -> None:
+    methods = re.compile(r"^\| (?:`(\w+)`|computation)", re.MULTILINE)
+    assert "mgwfbp" in methods.findall(render("methods r", _results(tmp_path)))
+    assert sorted(methods.findall(render("methods r repeated", tmp_path))) == ["", "ddp", "dear", "wfbp"]
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,16 @@ def test_rows_are_medians_of_pairs() -> None:
     assert "all_gather" in table([row])
 
 
+def test_six_pairs_have_an_interval() -> None:
+    ours = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
+    measured = _measured(ours, [1.0] * 6)
+    measured["seconds"]["plain"] = [2.0] * 6
+    measured["cpu_seconds"]["plain"] = [9.0] * 6
+    row = row_of(measured, None)
+    assert (row.gloo_interval, row.plain_interval) == ((1.0, 1.5), (0.5, 0.75))
+    assert row_of(_measured(ours[:5], [1.0] * 5), None).gloo_interval is None
+
+
 def test_quartiles_lie_within_what_was_measured() -> None:
     row = row_of(_measured([0.1, 0.9], [1.0, 1.0]), goodput_bytes=None)
     assert (row.low_ms, row.high_ms) == (pytest.approx(300), pytest.approx(700))
@@ -157,6 +167,12 @@ def test_rows_of_two_levels_are_medians_of_pairs() -> None:
     assert (row.n, row.ms, row.flat_ms, row.to_flat) == (3, 2000.0, 2000.0, 0.9)
     assert (row.sent_mb, row.flat_sent_mb, row.hosts_sent_mb, row.to_hosts) == (2.0, 3.0, 1.0, 2.0)
     assert "all_reduce           2    3   2000.00" in level_table([row])
+    assert row.flat_interval is None
+    seconds = {"levels": [1.0, 2.0] * 3, "flat": [2.0] * 6, "hosts": [1.0] * 6}
+    assert level_row({"operation": "all_reduce", "bytes": 2**21, "seconds": seconds, "sent": sent}).flat_interval == (
+        0.5,
+        1.0,
+    )
 
 
 def test_each_bar_of_two_levels_can_be_missed() -> None:
