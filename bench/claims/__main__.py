@@ -2,13 +2,13 @@
 
     python -m bench.claims              exits with 1 where a page says something else than the results, or names no source
     python -m bench.claims --write      writes what the results say into the pages
-    python -m bench.claims --show "ratio tuning dear L"      recomputes a number
+    python -m bench.claims --show "ratio launchers dear ddp model=resnet50 launcher=torchrun"      recomputes a number
 
 A measured number, or a whole table, stands between its source and an end, which readers do not see:
 
-    dear takes <!-- results: ratio default-sweep dear ddp model=bert_base -->0.94<!-- end --> of DDP's time.
+    dear takes <!-- results: ratio tuned-baselines dear ddp launcher=mpi -->0.80 (0.79 – 0.81, n = 6)<!-- end --> of its time.
 
-    <!-- results: methods default-sweep emulate_compute=mlp@even:560 launcher=None -->
+    <!-- results: methods tuned-baselines launcher=mpi -->
     | method | … |
     <!-- end -->
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from bench.claims.source import Source, table
-from bench.methods.spec import family_of, parse_spec
+from bench.methods.spec import family_of
 from bench.sweep.ratios import Ratio, paired
-from bench.sweep.report import BUSY_MARK, bound_of, provenance
+from bench.sweep.report import BUSY_MARK, bound_of
 from bench.sweep.summary import Group, Row
 from bench.train.origin import UNCOMMITTED
 
@@ -45,11 +45,6 @@ def _counts(*ratios: Ratio) -> str:
     return " / ".join(dict.fromkeys(str(ratio.n) for ratio in ratios))
 
 
-def about(source: Source) -> str:
-    """about SWEEP: how many runs of which code on which machine."""
-    return provenance(source.sweep()["runs"])
-
-
 def methods(source: Source) -> str:
     """methods SWEEP [all] [repeated] [SETTING=…]: methods of one group, each with its fastest setting, or with all of them.
 
@@ -83,39 +78,9 @@ def against(source: Source) -> str:
     return table(head, cells)
 
 
-def as_it_comes(source: Source) -> str:
-    """as_it_comes SWEEP …: `dear` without options, beside its fastest fixed setting and the fastest DDP."""
-    cells = []
-    for name in source.words:
-        for one in replace(source, words=(name,)).groups():
-            plain = [row for row in one.rows if row.method == "dear"]
-            fixed = [row for row in one.rows if parse_spec(row.method)[0] == "dear" and row.method != "dear"]
-            if plain and fixed and "ddp" in one.best:
-                sides = [min(fixed, key=lambda row: row.median), one.best["ddp"]]
-                ratios = [paired(plain[0].runs, row.runs) for row in sides]
-                texts = [[f"`{row.method}`{_mark(row)}", ratio.cell] for row, ratio in zip(sides, ratios, strict=True)]
-                mine = [f"{plain[0].median:.3f}{_mark(plain[0])}", _bounded(plain[0], one)]
-                network = str(one.settings["network"])
-                cells.append([*_place(one), network, _ratio(one), *mine, *texts[0], *texts[1], _counts(*ratios)])
-    beside = ["fixed", "`dear` / it", "DDP", "`dear` / it", "n"]
-    return table([*_PLACE, "network", "wire/compute", "`dear`, s", "× L", *beside], cells)
-
-
 def _fastest(one: Group, name: str) -> Row | None:
     """Of a method, also of ``none``."""
     return min(one.candidates(name), key=lambda row: row.median, default=None)
-
-
-def _milliseconds(one: Group, name: str) -> str:
-    """The undilated median of the fastest setting."""
-    row = _fastest(one, name)
-    return f"{1e3 * row.median / one.settings['dilate']:.0f}{_mark(row)}" if row else ""
-
-
-def _bounds(one: Group, name: str) -> str:
-    row = _fastest(one, name)
-    ratio = one.to_bound(row) if row else None
-    return ratio.told + _mark(row) if row and ratio else ""
 
 
 def _range(values: Sequence[float], digits: int) -> str:
@@ -129,33 +94,21 @@ def _megabytes(field: str) -> Callable[[Group, str], str]:
     def cell(one: Group, name: str) -> str:
         values = [getattr(row, field) for row in one.rows if row.family == name]
         known = [value / 2**20 for value in values if value is not None]
-        return _range(known, 1 if field == "state_bytes" else 0) if known else ""
+        return _range(known, 0) if known else ""
 
     return cell
 
 
-_CELLS = {
-    "ms": _milliseconds,
-    "L": _bounds,
-    "peak": _megabytes("peak_bytes"),
-    "training": _megabytes("training_bytes"),
-    "state": _megabytes("state_bytes"),
-}
+_CELLS = {"peak": _megabytes("peak_bytes"), "training": _megabytes("training_bytes")}
 
 
 def pivot(source: Source) -> str:
-    """pivot SWEEP show=ms|L|peak|training|state columns=METHOD;… [SETTING=…]: a row for a group, a column for a method."""
+    """pivot SWEEP show=peak|training columns=METHOD;… [SETTING=…]: MB of a rank, a row for a group, a column for a method."""
     columns = [family_of(spec) for spec in source.option("columns").split(";")]
-    show = source.option("show")
-    head = [*_PLACE, "wire/compute", *("computation" if name == "none" else f"`{name}`" for name in columns)]
-    rows = []
-    for one in source.groups():
-        there = [name for name in columns if name in one.best]
-        if there:
-            rows.append([*_place(one), _ratio(one), *(_CELLS[show](one, name) for name in columns)])
-            if show == "ms":
-                rows[-1].append(f"`{min(there, key=lambda name: one.best[name].median)}`")
-    return table(head + ["fastest"] * (show == "ms"), rows)
+    cell = _CELLS[source.option("show")]
+    head = [*_PLACE, *("computation" if name == "none" else f"`{name}`" for name in columns)]
+    there = [one for one in source.groups() if one.best.keys() & set(columns)]
+    return table(head, [[*_place(one), *(cell(one, name) for name in columns)] for one in there])
 
 
 def speed(source: Source) -> str:
@@ -211,24 +164,6 @@ def _told(ratios: Sequence[Ratio]) -> str:
     return f"{_range([ratio.value for ratio in ratios], 2)} ({len(ratios)} places, n = {_counts(*ratios)} each)"
 
 
-def across(source: Source) -> str:
-    """across SWEEP MINE OTHER launcher=A beside=B [SETTING=…]: as ratio, where the other runs under launcher B."""
-    mine, other = source.methods()
-    there = replace(source, named={**source.named, "launcher": source.option("beside")})
-    rows = [source.one_group().best[mine], there.one_group().best[other]]
-    _committed(source, rows)
-    return paired(rows[0].runs, rows[1].runs).told
-
-
-def between(source: Source) -> str:
-    """between SWEEP MINE OTHER [SETTING=…]: the range of the ratio while the other's steps go through their quartiles."""
-    one = source.one_group()
-    mine, other = (one.best[name] for name in source.methods())
-    _committed(source, [mine, other])
-    spread = f"{mine.median / other.high:.2f} – {mine.median / other.low:.2f}"
-    return f"{spread} ({other.n} steps, n = {len(other.runs)})"
-
-
 def peak(source: Source) -> str:
     """peak SWEEP METHOD [SETTING=…]: MB of a rank at its peak; of several settings or groups a range."""
     rows = [row for one in source.groups() for row in one.rows if row.family == source.methods()[0]]
@@ -246,20 +181,18 @@ def _committed(source: Source, rows: Sequence[Row]) -> None:
 
 
 def peak_ratio(source: Source) -> str:
-    """peak_ratio SWEEP MINE OTHER [SETTING=…]: a rank's peak over the other's; of several settings or groups a range.
+    """peak_ratio SWEEP MINE OTHER [SETTING=…]: a rank's peak over the other's, both with their fastest settings."""
+    one = source.one_group()
+    mine, other = (one.best[name] for name in source.methods())
+    _committed(source, [mine, other])
+    return paired(mine.peaks, other.peaks).told
 
-    MINE and OTHER are settings, where the sweep has run these, or else methods with all of their settings.
-    """
-    found: list[Row] = []
-    ratios = []
-    for one in source.groups():
-        exact = [[row for row in one.rows if row.method == word] for word in source.words[1:]]
-        family = [[row for row in one.rows if row.family == name] for name in source.methods()]
-        mine, other = (rows or all_rows for rows, all_rows in zip(exact, family, strict=True))
-        found += [*mine, *other]
-        ratios += [above.peak_bytes / below.peak_bytes for above in mine for below in other]
-    _committed(source, found)
-    return f"{_range(ratios, 2)} (n = {min(len(row.runs) for row in found)})"
+
+def seconds(source: Source) -> str:
+    """seconds SWEEP METHOD [SETTING=…]: the median step of exactly this setting, in one group."""
+    rows = [row for row in source.one_group().rows if row.method == source.words[1]]
+    _committed(source, rows)
+    return f"{rows[0].median:.2f}"
 
 
 def proportion(source: Source) -> str:
@@ -295,16 +228,4 @@ def bars(source: Source) -> str:
     return f"{met.count(True)} met, {met.count(False)} missed, {met.count(None)} not judged"
 
 
-def search(source: Source) -> str:
-    """search SWEEP: how many steps each run of a method that searches for its setting took before it was timed."""
-    told = {run["settings"]["method"]: run["warmup_steps"] for run in source.sweep()["runs"]}
-    found = [f"`{method}` {steps}" for method, steps in told.items() if "tune=True" in method]
-    if not found:
-        raise ValueError(f"{source.words[0]} has no runs with tune=True")
-    return ", ".join(found)
-
-
-SWEEPS = (
-    *(about, methods, against, as_it_comes, pivot, speed),
-    *(ratio, exactly, across, between, peak, peak_ratio, proportion, behind, bars, search),
-)
+SWEEPS = (methods, against, pivot, speed, ratio, exactly, seconds, peak, peak_ratio, proportion, behind, bars)

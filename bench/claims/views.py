@@ -2,7 +2,7 @@
 
 A source names a view, the file, and which groups of runs are meant, by their settings:
 
-    methods default-sweep emulate_compute=mlp@even:560 launcher=None
+    methods tuned-baselines launcher=torchrun
 
 Several settings of one method are a search: its fastest counts. Runs of code that was not committed are marked with *.
 """

@@ -41,7 +41,7 @@ class Row:
     total: float
     plus_minus: float
     state_bytes: int
-    peak_bytes: int
+    peaks: Mapping[int, int]  # the bytes of a rank at its peak in each run, by its number
     training_bytes: int | None  # None: of an older run, which did not say
     unit: str
     origin: str
@@ -51,6 +51,10 @@ class Row:
     bytes_over: str = ""  # what moved the bytes, by its name; empty likewise
     cores_busy: float | None = None  # the largest share of the machine's cores, while a clock ran; None: nobody looked
     busy: bool = False  # whether others used the machine: before a run began, or other guests of its host while it ran
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.peaks.values())
 
     @property
     def family(self) -> str:
@@ -153,7 +157,7 @@ def _row(results: Sequence[Mapping[str, Any]]) -> Row:
         total=statistics.fmean(result["total"] for result in results),
         plus_minus=statistics.fmean(result["plus_minus"] for result in results),
         state_bytes=_most(results, "state_bytes"),
-        peak_bytes=_most(results, "peak_bytes"),
+        peaks={result["settings"].get("repeat", 0): result["peak_bytes"] for result in results},
         training_bytes=_most(results, "training_bytes"),
         unit=results[0]["unit"],
         origin=" / ".join(sorted({str(origin_of(result)) for result in results})),

@@ -49,12 +49,12 @@ def test_commands_of_sweeps_select_runs_that_are_there(found: list[repeat.Claim]
 
 
 def test_a_claim_of_two_methods_runs_these_and_no_other(found: list[repeat.Claim]) -> None:
-    wanted = "ratio default-sweep wfbp ddp emulate_compute=mlp@even:560 launcher=None workers=2"
+    wanted = "ratio launchers dear horovod emulate_compute=mlp@even:2400 launcher=torchrun"
     one = next(one for one in found if one.source == wanted)
     (line,) = one.commands[0].lines
     methods = {word.partition("=")[2].partition(":")[0] for word in line if word.startswith("method=")}
-    assert methods == {"wfbp", "ddp"}
-    assert "emulate_compute=mlp@even:560" in line
+    assert methods == {"dear", "horovod"}
+    assert "emulate_compute=mlp@even:2400" in line
     assert unique([one.commands[0]] * 2) == sum(one.commands[0].seconds.values())
 
 
