@@ -3,7 +3,7 @@
 What lies in bench/ itself, but for `program`, is a command of one file, and nothing imports it. The rest are rooms, which
 import those before them and none behind:
 
-    program < models < emulation < methods < train < steps < collectives < sweep
+    program < models < emulation < methods < train < steps < sweep < collectives
             < accuracy < paired < pipeline < integrations < validation < claims < gpu
 
 program      what all commands share
@@ -12,8 +12,8 @@ emulation    hosts and links (network namespaces) and accelerators (layers that 
 methods      the ways to train on several ranks: ours, and what people use today
 train        one run: `python -m bench.train`, its settings, its launcher, and what a rank does
 steps        every step of a run from the first on: `python -m bench.steps`
-collectives  the communicators' operations beside gloo's: `python -m bench.collectives`
 sweep        many runs, kept, judged and reported: `python benchmarks.py`
+collectives  the communicators' operations beside gloo's: `python -m bench.collectives`
 accuracy     the loss over wall time: `python -m bench.accuracy`
 paired       two methods in the same processes, in turn: `python -m bench.paired`
 pipeline     pipelines beside data parallelism, and torch's own: `python -m bench.pipeline`

@@ -6,7 +6,7 @@
 
 A measured number, or a whole table, stands between its source and an end, which readers do not see:
 
-    dear takes <!-- results: ratio tuned-baselines dear ddp launcher=mpi -->0.80 (0.79 – 0.81, n = 6)<!-- end --> of its time.
+    dear takes <!-- results: ratio tuned-baselines dear ddp launcher=mpi -->0.80 (0.79 – 0.81, n = 6)<!-- end -->.
 
     <!-- results: methods tuned-baselines launcher=mpi -->
     | method | … |

@@ -103,7 +103,7 @@ _CELLS = {"peak": _megabytes("peak_bytes"), "training": _megabytes("training_byt
 
 
 def pivot(source: Source) -> str:
-    """pivot SWEEP show=peak|training columns=METHOD;… [SETTING=…]: MB of a rank, a row for a group, a column for a method."""
+    """pivot SWEEP show=peak|training columns=METHOD;… [SETTING=…]: MB of a rank: rows are groups, columns methods."""
     columns = [family_of(spec) for spec in source.option("columns").split(";")]
     cell = _CELLS[source.option("show")]
     head = [*_PLACE, *("computation" if name == "none" else f"`{name}`" for name in columns)]

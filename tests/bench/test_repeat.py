@@ -16,6 +16,7 @@ from bench.claims.__main__ import pages
 from bench.claims.commands import command, unique
 from bench.claims.source import Source
 from bench.claims.views import RESULTS
+from bench.methods.spec import family_of
 from bench.sweep.table import read, select
 from bench.train.cores import Busy
 from bench.train.origin import Origin
@@ -64,7 +65,7 @@ def test_a_claim_beside_the_fastest_runs_those_that_were_run_again(found: list[r
     raw = json.loads((RESULTS / "tuned-baselines" / "reports.json").read_text())["runs"]
     again = {run["settings"]["method"] for run in raw
              if run["settings"]["repeat"] == 5 and run["settings"]["launcher"] == "torchrun"}  # fmt: skip
-    few = {method for method in again if method == "dear" or method.startswith("ddp:")}
+    few = {method for method in again if family_of(method) in ("dear", "ddp")}
     assert len(few) == 2
     assert {word.removeprefix("method=") for word in line if word.startswith("method=")} == few
 
