@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.claims.source import Source, table
@@ -26,12 +26,8 @@ def collectives(source: Source) -> str:
     cells = []
     for row in found["rows"]:
         if row["bytes"] >= 2**20:
-            figures = [
-                _ratio(row, "to_plain", "plain_interval"),
-                _ratio(row, "to_wire"),
-                _ratio(row, "to_gloo", "gloo_interval"),
-                _ratio(row, "cpu_to_gloo"),
-            ]
+            intervals = {"to_plain": "plain_interval", "to_wire": "", "to_gloo": "gloo_interval", "cpu_to_gloo": ""}
+            figures = [_ratio(row.get(name), row["n"], row.get(between)) for name, between in intervals.items()]
             spread = f"{row['low_ms']:.2f} – {row['high_ms']:.2f}"
             size, ms = f"{row['bytes'] / 2**20:g} MB", f"{row['ms']:.2f}"
             cells.append([row["operation"], size, str(row["n"]), ms, spread, *figures])
@@ -74,19 +70,16 @@ def rings(source: Source) -> str:
     return table(head, cells)
 
 
-def _ratio(row: Mapping[str, Any], name: str, interval: str = "") -> str:
-    """A ratio of a row as a cell, with its interval where the file has one."""
-    if row.get(name) is None:
-        return ""
-    spread = row.get(interval)
-    return Ratio(row[name], row["n"], None if spread is None else (spread[0], spread[1])).cell
+def _ratio(value: float | None, n: int, interval: Sequence[float] | None) -> str:
+    """A ratio as a cell, with its interval where the file has one; empty where it was not measured."""
+    return "" if value is None else Ratio(value, n, (interval[0], interval[1]) if interval else None).cell
 
 
 def _share(row: Mapping[str, Any]) -> str:
     """What a ring reaches of plain TCP, as a cell: the inverse of its time over that of plain TCP."""
-    spread = row.get("plain_interval")
-    inverse = {"share": 1 / (row.get("to_plain") or row["to_wire"]), "n": row["n"]}
-    return _ratio({**inverse, "interval": spread and (1 / spread[1], 1 / spread[0])}, "share", "interval")
+    interval = row.get("plain_interval")
+    inverse = (1 / interval[1], 1 / interval[0]) if interval else None
+    return _ratio(1 / (row.get("to_plain") or row["to_wire"]), row["n"], inverse)
 
 
 def _plain_bits(row: Mapping[str, Any]) -> float | None:
@@ -106,7 +99,7 @@ def levels(source: Source) -> str:
     cells = []
     for row in (LevelRow(**each) for each in found["rows"]):
         spread = f"{row.low_ms:.1f} – {row.high_ms:.1f}"
-        figures = [f"{row.ms:.1f}", spread, f"{row.flat_ms:.1f}", _ratio(vars(row), "to_flat", "flat_interval")]
+        figures = [f"{row.ms:.1f}", spread, f"{row.flat_ms:.1f}", _ratio(row.to_flat, row.n, row.flat_interval)]
         sent = [f"{mb:.1f}" for mb in (row.sent_mb, row.flat_sent_mb, row.hosts_sent_mb)]
         cells.append([row.operation, f"{row.bytes / 2**20:g} MB", str(row.n), *figures, *sent])
     head = ["operation", "size", "n", "two levels, ms", "quartiles", "one ring, ms", "× one ring"]

@@ -39,9 +39,7 @@ class LevelRow:
     sent_mb: float
     flat_sent_mb: float
     hosts_sent_mb: float
-    flat_interval: tuple[float, float] | None = (
-        None  # where the median of the ratios lies; None: fewer than six, or older
-    )
+    flat_interval: tuple[float, float] | None = None  # where the median of to_flat lies; None: fewer than six pairs
 
     @property
     def to_hosts(self) -> float:
