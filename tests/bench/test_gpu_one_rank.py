@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -62,6 +63,22 @@ def test_all_is_well_over_the_double(card: DoubleCard) -> None:
         *(f"ok {part}" for part in ("init", "results", "streams", "memory", "split", "abandon", "close")),
     ]
     assert failed == 0
+
+
+def test_a_host_that_comes_late_tries_again(card: DoubleCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may have the core while a nap lasts; that is no fault of the memory's."""
+    late = iter([True])
+
+    def collect() -> None:
+        if next(late, False):
+            time.sleep(one_rank._NAP * 2)
+
+    monkeypatch.setattr(one_rank.gc, "collect", collect)
+    assert _said(card)[0] == 0
+    monkeypatch.setattr(one_rank.gc, "collect", lambda: time.sleep(one_rank._NAP))
+    failed, said = _said(card)
+    assert failed == 1
+    assert "FAIL memory" in said
 
 
 def test_a_group_that_cannot_be_made_is_told(card: DoubleCard, gpu: Double) -> None:
