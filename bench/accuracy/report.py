@@ -54,22 +54,24 @@ def steps_to(run: Run, loss: float) -> float | None:
     return next((float(step) for step, reached in enumerate(_smooth(run, None), 1) if reached <= loss), None)
 
 
-def _in_words(values: Sequence[float | None], digits: int) -> str:
+def _in_words(values: Sequence[float | None], digits: int, sign: str = "") -> str:
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return f"{len(known)} of {len(values)} seeds" if known else "never"
     mean, spread = mean_and_spread(known)
-    return f"{mean:.{digits}f} ± {spread:.{digits}f}" if len(known) > 1 else f"{mean:.{digits}f}"
+    return f"{mean:{sign}.{digits}f}" + (f" ± {spread:.{digits}f}" if len(known) > 1 else "")
 
 
 def held_out(methods: Mapping[str, Sequence[Run]]) -> list[list[str]]:
-    """A table: means and standard deviations on data that was held out; empty if there was none."""
+    """A table: means and standard deviations on data that was held out; empty if there was none.
+
+    A loss beside the first method's is compared seed by seed.
+    """
     first = next(iter(methods.values()))
     kinds = list(first[0].get("held_out", {}))
     if not kinds:
         return []
-    reference = mean_and_spread([run["held_out"]["loss"] for run in first])[0]
-    rows = [["method", *(f"{kind}, %" if kind in _PERCENT else kind for kind in kinds), "loss, to the first's"]]
+    rows = [["method", *(f"{kind}, %" if kind in _PERCENT else kind for kind in kinds), "loss, to the first's, %"]]
     for name, runs in methods.items():
         cells = [
             _in_words([100 * run["held_out"][kind] for run in runs], 1)
@@ -77,8 +79,9 @@ def held_out(methods: Mapping[str, Sequence[Run]]) -> list[list[str]]:
             else _in_words([run["held_out"][kind] for run in runs], 4)
             for kind in kinds
         ]
-        loss = mean_and_spread([run["held_out"]["loss"] for run in runs])[0]
-        rows.append([name, *cells, f"{loss / reference - 1:+.1%}"])
+        pairs = zip((run["held_out"]["loss"] for run in runs), (run["held_out"]["loss"] for run in first), strict=False)
+        changes = [100 * (loss / of - 1) for loss, of in pairs]
+        rows.append([name, *cells, "" if runs is first else _in_words(changes, 1, "+")])
     return rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.claims.source import Source, table
+from bench.claims.source import Source, judged, table
 from bench.collectives.levels import LevelRow
 from bench.sweep.ratios import Ratio
 from bench.sweep.report import BUSY_MARK, BUSY_NOTE
@@ -26,12 +26,13 @@ def collectives(source: Source) -> str:
     cells = []
     for row in found["rows"]:
         if row["bytes"] >= 2**20:
-            intervals = {"to_plain": "plain_interval", "to_wire": "", "to_gloo": "gloo_interval", "cpu_to_gloo": ""}
-            figures = [_ratio(row.get(name), row["n"], row.get(between)) for name, between in intervals.items()]
+            figures = [
+                _ratio(row.get(f"to_{name}"), row["n"], row.get(f"{name}_interval")) for name in ("plain", "gloo")
+            ]
             spread = f"{row['low_ms']:.2f} – {row['high_ms']:.2f}"
             size, ms = f"{row['bytes'] / 2**20:g} MB", f"{row['ms']:.2f}"
             cells.append([row["operation"], size, str(row["n"]), ms, spread, *figures])
-    head = ["operation", "size", "n", "ms", "quartiles", "× plain TCP", "× wire", "× gloo", "CPU × gloo"]
+    head = ["operation", "size", "n", "ms", "quartiles", "× plain TCP", "× gloo"]
     where = f"{found['hosts']} hosts, {found['network']}, {found['backend']}{BUSY_MARK * was_busy(found)}"
     goodput = f", goodput {found['goodput'] * 8 / 1e6:.0f} Mbit/s" if found["goodput"] else ""
     return _noted(f"{where}{goodput}:\n\n{table(head, cells)}")
@@ -40,8 +41,7 @@ def collectives(source: Source) -> str:
 def rings(source: Source) -> str:
     """rings NAME …: reduce-scatters and all-gathers of ``docs/results/collectives/NAME.json``, a line for each size.
 
-    What a ring reaches of plain TCP with the same messages, n times in one process; in older files, of the goodput of a
-    stream of plain TCP.
+    What a ring reaches of plain TCP with the same messages, n times in one process.
     """
     cells = []
     for name in source.words:
@@ -53,7 +53,7 @@ def rings(source: Source) -> str:
                 continue
             shares = [_share(row) for row in both]
             busy = max(row["cores_busy"] for row in both)
-            limit = max(_plain_bits(row) or found["goodput"] * 8 for row in both)
+            limit = max(_plain_bits(row) for row in both)
             network = found["network"] + BUSY_MARK * was_busy(found)
             place = [network, str(found["connections"]), _size(size), f"{limit / 1e9:.3g}"]
             cells.append([*place, *shares, str(min(row["n"] for row in both)), f"{busy:.0%}"])
@@ -71,21 +71,18 @@ def rings(source: Source) -> str:
 
 
 def _ratio(value: float | None, n: int, interval: Sequence[float] | None) -> str:
-    """A ratio as a cell, with its interval where the file has one; empty where it was not measured."""
-    return "" if value is None else Ratio(value, n, (interval[0], interval[1]) if interval else None).cell
+    """A ratio as a cell, with its interval; empty where it was not measured."""
+    return "" if value is None else judged(Ratio(value, n, (interval[0], interval[1]) if interval else None)).cell
 
 
 def _share(row: Mapping[str, Any]) -> str:
     """What a ring reaches of plain TCP, as a cell: the inverse of its time over that of plain TCP."""
-    interval = row.get("plain_interval")
-    inverse = (1 / interval[1], 1 / interval[0]) if interval else None
-    return _ratio(1 / (row.get("to_plain") or row["to_wire"]), row["n"], inverse)
+    least, most = row["plain_interval"]
+    return _ratio(1 / row["to_plain"], row["n"], (1 / most, 1 / least))
 
 
-def _plain_bits(row: Mapping[str, Any]) -> float | None:
-    """Bits per second of plain TCP with the same messages; None where they were not sent."""
-    if not row.get("plain_ms"):
-        return None
+def _plain_bits(row: Mapping[str, Any]) -> float:
+    """Bits per second of plain TCP with the same messages."""
     return float(row["bus_mb_per_s"] * 8e6 * row["ms"] / row["plain_ms"])
 
 

@@ -25,7 +25,7 @@ from bench.train.settings import Settings
 __all__ = ["Command", "command", "unique"]
 
 _START_SECONDS = 10.0  # of one run: processes, emulated hosts, plain TCP
-_SIDES = ("ratio", "exactly", "seconds", "peak", "peak_ratio")  # views of two methods' runs
+_SIDES = ("against", "ratio", "seconds", "peak", "peak_ratio")  # views of two methods' runs
 # What files of bench.accuracy do not say of themselves.
 _TAUGHT = {
     "accuracy/gpt2": {"task": "gpt2", "workers": "2", "network": "1gbit", "launcher": "torchrun"},
@@ -96,9 +96,9 @@ def _compared(view: str, source: Source) -> Callable[[str], bool]:
     """Whether a view of two methods reads the runs of one; other views read all (reads the file of results)."""
     if view not in _SIDES:
         return lambda method: True
-    if view in ("exactly", "seconds"):
-        return {"none" if word == "L" else word for word in source.words[1:]}.__contains__
-    sides = {"none" if side == "L" else side for side in source.methods()}
+    if view == "seconds":
+        return source.words[1:].__contains__
+    sides = {*source.methods(), "none"} if view == "against" else set(source.methods())  # none: wire/compute
     if view == "peak":
         return lambda method: family_of(method) in sides
     often = {row.method for one in source.groups() for side in sides for row in one.candidates(side)}

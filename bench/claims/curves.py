@@ -11,7 +11,7 @@ from bench.accuracy.curve import apart
 from bench.accuracy.ranks import alike, whose
 from bench.accuracy.report import counted, held_out, reached
 from bench.accuracy.stored import whole
-from bench.claims.source import Source, table
+from bench.claims.source import Source, judged, table
 from bench.methods.spec import family_of
 from bench.sweep.ratios import Ratio, paired
 from bench.sweep.report import BUSY_MARK
@@ -41,7 +41,7 @@ def _busy(curve: Mapping[str, Any]) -> str:
 
 
 def _other(ratio: Ratio, itself: bool) -> str:
-    return f"{ratio.value:.2f}" if itself else ratio.cell
+    return f"{ratio.value:.2f}" if itself else judged(ratio).cell
 
 
 def curves(source: Source) -> str:
@@ -79,15 +79,7 @@ def curve(source: Source) -> str:
     ends = [(family_of(name), _ends(one)) for name, one in curves.items()]
     sides = [[end for name, end in ends if name == wanted] for wanted in source.methods()]
     mine, other = (min(side, key=lambda end: statistics.median(end.values())) for side in sides)
-    return paired(mine, other).told
-
-
-def first_steps(source: Source) -> str:
-    """first_steps TASK MINE OTHER first=COUNT: what part of the difference in seconds comes from as many first steps."""
-    count, found = int(source.option("first")), _curves(source)
-    sides = [[one for name, one in found.items() if family_of(name) == wanted] for wanted in source.methods()]
-    mine, other = (min(side, key=lambda one: float(one["seconds"][-1]))["seconds"] for side in sides)
-    return f"{(mine[count - 1] - other[count - 1]) / (mine[-1] - other[-1]):.2f}"
+    return judged(paired(mine, other)).told
 
 
 def _runs(source: Source, *, timed: bool) -> dict[str, Any]:
@@ -130,4 +122,4 @@ def steps(source: Source) -> str:
     return f"{found[0]:.0f}"
 
 
-CURVES = (curve, curves, first_steps, learned, seconds_to, steps)
+CURVES = (curve, curves, learned, seconds_to, steps)

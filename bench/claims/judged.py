@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from bench.claims.ages import raw_files
 from bench.claims.source import Source, table
@@ -23,8 +22,8 @@ def _verdicts(name: str, found: dict[str, Any]) -> Iterator[tuple[bool | None, s
         rows = found["rows"]
         if found.get("ranks_per_host", 1) > 1:
             judged = judge_levels([LevelRow(**row) for row in rows])
-        else:  # files have the columns of their time; bars read those that all have, and one that is newer
-            several = [cast(Row, SimpleNamespace(**{"to_plain": None, **row})) for row in rows]
+        else:
+            several = [Row(**row) for row in rows]
             judged = (
                 bars.judge_backend(several)
                 if found["backend"] == "dear"

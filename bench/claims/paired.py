@@ -41,11 +41,4 @@ def paired(source: Source) -> str:
     )
 
 
-def pair(source: Source) -> str:
-    """pair NAME …: the step of the first method over the other's, with its best setting."""
-    (one,) = _closest(source)
-    source.quiet(one.about)
-    return one.ratio().told
-
-
-PAIRED = (pair, paired)
+PAIRED = (paired,)

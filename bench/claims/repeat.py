@@ -39,7 +39,7 @@ FOLDER = Path("build", "claims")  # in ROOT, where commands run
 _NO_CLAIMS = ("about", "all_bars", "sources")  # views of files, not of what was measured
 # Programs that look at the machine, too, before each of their runs.
 _KNOW_BUSY = ("benchmarks.py", "bench.paired", "bench.accuracy", "bench.steps", "bench.collectives", "bench.validation")
-_TOLD = re.compile(r"\((?:(?P<interval>[\d.]+ – [\d.]+), )?n = (?P<n>[\d/ ]*\d)")
+_TOLD = re.compile(r"\((?:(?P<interval>[\d.]+ – [\d.]+), )?n = (?P<n>\d+)")
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.methods.spec import family_of
+from bench.sweep.ratios import Ratio
 from bench.sweep.report import BUSY_MARK, BUSY_NOTE
 from bench.sweep.summary import GROUP, Group, group
 from bench.train.cores import was_busy
 
-__all__ = ["Source", "table"]
+__all__ = ["Source", "judged", "table"]
 
 _NOTES = {"*": "\\* with changes that were not committed.", BUSY_MARK: BUSY_NOTE}
 
@@ -84,6 +85,13 @@ class Source:
                 f"{len(groups)} groups of runs are meant, not one: {'; '.join(one.title for one in groups)}"
             )
         return groups[0]
+
+
+def judged(ratio: Ratio) -> Ratio:
+    """The same. Raises ``ValueError`` for one without an interval: pages have none of these."""
+    if ratio.interval is None:
+        raise ValueError(f"a ratio in a page has an interval, which takes six runs of both sides, not {ratio.n}")
+    return ratio
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from bench.claims.source import Source, table
+from bench.claims.source import Source, judged, table
 from bench.methods.spec import family_of
-from bench.sweep.ratios import Ratio, paired
+from bench.sweep.ratios import paired
 from bench.sweep.report import BUSY_MARK, bound_of
 from bench.sweep.summary import Group, Row
 from bench.train.origin import UNCOMMITTED
@@ -20,15 +20,18 @@ def _mark(row: Row) -> str:
 
 
 def _place(one: Group) -> list[str]:
-    """What a group trains, and on how many hosts, as two cells."""
+    """What a group trains, on how many hosts, over which network, and what starts it, as four cells."""
     about = one.settings
     what = about["emulate_compute"] or f"{about['model']}, really computed"
     what += f", {about['optimizer']}" if about["optimizer"] != "sgd" else ""
-    what += f", under {about['launcher']}" if about["launcher"] else ""
-    return [what, str(about["workers"])]
+    started = about["launcher"] or ""
+    return [what, str(about["workers"]), about["network"], "mpirun" if started == "mpi" else started]
 
 
-_PLACE = ("what is trained", "hosts")
+_PLACE = ("what is trained", "hosts", "network", "started by")
+
+
+_ALONE = "computation alone"
 
 
 def _ratio(one: Group) -> str:
@@ -36,51 +39,46 @@ def _ratio(one: Group) -> str:
 
 
 def _bounded(row: Row, one: Group) -> str:
+    """Empty where row and bound were not run often enough for an interval."""
     ratio = one.to_bound(row)
-    return ratio.cell if ratio else ""
-
-
-def _counts(*ratios: Ratio) -> str:
-    """The n of several ratios."""
-    return " / ".join(dict.fromkeys(str(ratio.n) for ratio in ratios))
+    return ratio.cell if ratio and ratio.interval else ""
 
 
 def methods(source: Source) -> str:
     """methods SWEEP [all] [repeated] [SETTING=…]: methods of one group, each with its fastest setting, or with all of them.
 
-    repeated: only those that were run most often; others are of the search alone.
+    repeated: only those that were run most often; others are of the search alone. Seconds over L are told where methods and
+    the computation alone were run often enough.
     """
     one = source.one_group()
     rows = (
         one.rows if "all" in source.words else [*(row for row in one.rows if row.family == "none"), *one.best.values()]
     )
     least = max(len(row.runs) for row in rows) if "repeated" in source.words else 1
+    rows = sorted((row for row in rows if len(row.runs) >= least), key=lambda row: row.median)
+    bounds = [_bounded(row, one) for row in rows]
+    known = any(bounds)
     cells = []
-    for row in sorted((row for row in rows if len(row.runs) >= least), key=lambda row: row.median):
-        name = "computation alone" if row.family == "none" else f"`{row.method}`"
-        spread = f"{row.low:.3f} – {row.high:.3f}"
-        told = [f"{row.median:.3f}", spread, str(row.n), _bounded(row, one), str(len(row.runs))]
-        cells.append([name + _mark(row), *told])
-    return table(["method", "step, median s", "quartiles", "steps", "× L", "n"], cells) + f"\n\n{bound_of(one)}"
+    for row, bound in zip(rows, bounds, strict=True):
+        name = _ALONE if row.family == "none" else f"`{row.method}`"
+        told = [f"{row.median:.3f}", f"{row.low:.3f} – {row.high:.3f}", str(row.n)]
+        cells.append([name + _mark(row), *told, *[bound] * known, str(len(row.runs))])
+    head = ["method", "step, median s", "quartiles", "steps", *["× L"] * known, "n"]
+    return table(head, cells) + f"\n\n{bound_of(one)}"
 
 
 def against(source: Source) -> str:
-    """against SWEEP MINE OTHER [SETTING=…]: both methods' fastest settings beside L, in every group that has both."""
+    """against SWEEP MINE OTHER [SETTING=…]: both methods' fastest settings, in every group that has both."""
     mine, other = source.methods()
     cells = []
     for one in source.groups():
         if {mine, other} <= one.best.keys():
             sides = [one.best[name] for name in (mine, other)]
-            texts = [[f"`{row.method}`" + _mark(row), f"{row.median:.3f}", _bounded(row, one)] for row in sides]
-            ratio = paired(sides[0].runs, sides[1].runs)
+            texts = [[f"`{row.method}`" + _mark(row), f"{row.median:.3f}"] for row in sides]
+            ratio = judged(paired(sides[0].runs, sides[1].runs))
             cells.append([*_place(one), _ratio(one), *texts[0], *texts[1], ratio.cell, str(ratio.n)])
-    head = [*_PLACE, "wire/compute", mine, "s", "× L", other, "s", "× L", f"{mine} / {other}", "n"]
+    head = [*_PLACE, "wire/compute", mine, "s", other, "s", f"{mine} / {other}", "n"]
     return table(head, cells)
-
-
-def _fastest(one: Group, name: str) -> Row | None:
-    """Of a method, also of ``none``."""
-    return min(one.candidates(name), key=lambda row: row.median, default=None)
 
 
 def _range(values: Sequence[float], digits: int) -> str:
@@ -112,56 +110,40 @@ def pivot(source: Source) -> str:
 
 
 def speed(source: Source) -> str:
-    """speed SWEEP [SETTING=…]: a row for every method, with the mean seconds of a step on each network, and its part of
-    the speed without communication, which the method `none` of its group has."""
-    cells: dict[str, dict[str, str]] = {}
-    counts: dict[str, list[Ratio]] = {}
+    """speed SWEEP [SETTING=…]: a row for every method, with the mean seconds of a step on each network; of several groups
+    of one network a range."""
+    means: dict[str, dict[str, list[float]]] = {}
+    marks: dict[str, str] = {}
     places: list[str] = []
     for one in source.groups():
         place = f"{one.settings['workers']} hosts, {one.settings['network']}"
         places += [] if place in places else [place]
-        alone = _fastest(one, "none")
         for row in one.rows:
-            if alone is not None and row.family != "none":
-                told = f"{row.mean:.2f} s{_mark(row)}, {alone.mean / row.mean:.0%}"
-                cells.setdefault(row.method, {})[place] = told
-                counts.setdefault(row.method, []).append(paired(alone.runs, row.runs))
+            name = _ALONE if row.family == "none" else f"`{row.method}`"
+            means.setdefault(name, {}).setdefault(place, []).append(row.mean)
+            marks[name] = marks.get(name) or _mark(row)
     rows = [
-        [f"`{name}`", *(there.get(place, "") for place in places), _counts(*counts[name])]
-        for name, there in cells.items()
+        [name + marks[name], *(_range(there[place], 2) if place in there else "" for place in places)]
+        for name, there in means.items()
     ]
-    return table(["method", *places, "n"], rows)
+    return table(["method", *places], rows)
 
 
 def ratio(source: Source) -> str:
-    """ratio SWEEP MINE OTHER|L [SETTING=…]: the fastest settings' medians, or L; of several groups a range.
+    """ratio SWEEP MINE OTHER [SETTING=…]: the step of one method over the other's, both with their fastest settings.
 
     They are the fastest of those that ran as often as any.
     """
-    return _ratios(source, source.methods(), lambda one: one.best)
+    mine, other = _both(source)
+    return judged(paired(mine.runs, other.runs)).told
 
 
-def exactly(source: Source) -> str:
-    """exactly SWEEP MINE OTHER|L [SETTING=…]: as ratio, with the medians of exactly these settings."""
-    return _ratios(source, source.words[1:], lambda one: {row.method: row for row in one.rows})
-
-
-def _ratios(source: Source, sides: Sequence[str], rows_of: Callable[[Group], Mapping[str, Row]]) -> str:
-    mine, other = sides
-    found = [(one, rows_of(one)) for one in source.groups()]
-    there = [(one, rows) for one, rows in found if {mine, other} - {"L"} <= rows.keys()]
-    _committed(source, [rows[name] for _, rows in there for name in {mine, other} - {"L"}])
-    ratios = [
-        one.to_bound(rows[mine]) if other == "L" else paired(rows[mine].runs, rows[other].runs) for one, rows in there
-    ]
-    return _told([ratio for ratio in ratios if ratio is not None])
-
-
-def _told(ratios: Sequence[Ratio]) -> str:
-    """One ratio with its interval, or the range of several."""
-    if len(ratios) == 1:
-        return ratios[0].told
-    return f"{_range([ratio.value for ratio in ratios], 2)} ({len(ratios)} places, n = {_counts(*ratios)} each)"
+def _both(source: Source) -> list[Row]:
+    """The fastest settings of two methods in one group."""
+    best = source.one_group().best
+    rows = [best[name] for name in source.methods() if name in best]
+    _committed(source, rows if len(rows) == 2 else [])
+    return rows
 
 
 def peak(source: Source) -> str:
@@ -182,10 +164,8 @@ def _committed(source: Source, rows: Sequence[Row]) -> None:
 
 def peak_ratio(source: Source) -> str:
     """peak_ratio SWEEP MINE OTHER [SETTING=…]: a rank's peak over the other's, both with their fastest settings."""
-    one = source.one_group()
-    mine, other = (one.best[name] for name in source.methods())
-    _committed(source, [mine, other])
-    return paired(mine.peaks, other.peaks).told
+    mine, other = _both(source)
+    return judged(paired(mine.peaks, other.peaks)).told
 
 
 def seconds(source: Source) -> str:
@@ -228,4 +208,4 @@ def bars(source: Source) -> str:
     return f"{met.count(True)} met, {met.count(False)} missed, {met.count(None)} not judged"
 
 
-SWEEPS = (methods, against, pivot, speed, ratio, exactly, seconds, peak, peak_ratio, proportion, behind, bars)
+SWEEPS = (methods, against, pivot, speed, ratio, seconds, peak, peak_ratio, proportion, behind, bars)

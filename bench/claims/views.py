@@ -58,7 +58,7 @@ def read(text: str, folder: Path = RESULTS, *, strict: bool = True) -> tuple[str
     if not words or words[0] not in VIEWS:
         raise ValueError(f"{text!r} should begin with one of {', '.join(VIEWS)}")
     named = dict(word.split("=", 1) for word in words[1:] if _NAMED.match(word))
-    strangers = named.keys() - {*GROUP, "show", "columns", "beside", "within", "first"}
+    strangers = named.keys() - {*GROUP, "show", "columns", "within"}
     if strangers:
         raise ValueError(f"{text!r} names {', '.join(sorted(strangers))}; runs are told apart by {', '.join(GROUP)}")
     plain = tuple(word for word in words[1:] if not _NAMED.match(word))

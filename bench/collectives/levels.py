@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.collectives.bars import Verdict
-from bench.sweep.ratios import interval
+from bench.sweep.ratios import Ratio, interval
 
 __all__ = ["LEVELLED", "LevelRow", "judge_levels", "level_row", "level_table"]
 
@@ -89,7 +89,8 @@ def judge_levels(rows: Sequence[LevelRow]) -> list[Verdict]:
     for row in rows:
         if row.bytes >= _WHOLE_WIRE:
             what = f"{row.operation} {row.bytes / 1024:g} KB in two levels:"
-            time = f"{what} time over the flat ring's {row.to_flat:.2f}, bar {TIME_BAR:.2f}"
+            ratio = Ratio(row.to_flat, row.n, row.flat_interval)
+            time = f"{what} time over the flat ring's {ratio.told}, bar {TIME_BAR:.2f}"
             sent = f"{what} bytes between hosts over a rank a host's {row.to_hosts:.3f}, bar {BYTES_BAR:.2f}"
             verdicts += [Verdict(row.to_flat <= TIME_BAR, time), Verdict(row.to_hosts <= BYTES_BAR, sent)]
     return verdicts

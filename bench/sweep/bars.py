@@ -202,7 +202,7 @@ def _compare(bar: Bar, group: Group) -> tuple[str, float] | None:
             return None
         other = fastest
         ratio, name = bar.ratio(mine, other), other.method
-    text = f"{mine.method}{' as it comes' if bar.as_it_comes else ''} {ratio.cell} x {name}, bar {bar.at_most:.2f}"
+    text = f"{mine.method}{' as it comes' if bar.as_it_comes else ''} {ratio.told} x {name}, bar {bar.at_most:.2f}"
     if mine.origin != other.origin:
         text += f"; not of the same code: {mine.method} of {mine.origin}, {other.method} of {other.origin}"
     return text, ratio.value

@@ -229,7 +229,7 @@ def test_a_search_goes_on_by_itself_and_when_it_is_started_again(bench: Bench, m
     bench.broken = set()
     assert bench("--check-bars") == 0
     assert bench.tried == ["ddp:bucket_mb=0.25"]
-    assert "dear 1.25 x ddp:bucket_mb=0.5" in bench.report
+    assert "dear 1.25 (n = 1) x ddp:bucket_mb=0.5" in bench.report
     assert bench("--report", "--check-bars") == 0
     assert len(json.loads((bench.folder / "reports.json").read_text())["runs"]) == 6
     assert bench("--fresh") == 0

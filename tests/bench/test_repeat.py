@@ -134,7 +134,7 @@ def test_a_file_that_says_nothing_is_told(name: str, data: dict[str, Any], told:
         command(name, data, Path("out"), 6, ("view", Source(RESULTS, (), {})))
 
 
-PAGE = "dear takes <!-- results: pair a -->0.81 (n = 1)<!-- end -->, <!-- results: pair b -->0.5 (n = 1)<!-- end -->.\n"
+PAGE = "".join(f"<!-- results: paired {name} -->\n0.81\n<!-- end -->\n" for name in "ab")
 
 
 def _paired(folder: Path, name: str, commit: str) -> None:
@@ -156,9 +156,9 @@ def test_claims_are_measured_once_and_go_on_where_they_stopped(
     found = repeat.claims([("README.md", PAGE)], [], folder, 6)
     assert [(one.where, one.files, one.commits) for one in found] == [
         ("README.md:1", ("paired/a.json",), ("0a",)),
-        ("README.md:1", ("paired/b.json",), ("0a",)),
+        ("README.md:4", ("paired/b.json",), ("0a",)),
     ]
-    assert [one.source for one in repeat.claims([("README.md", PAGE)], ["pair b"], folder, 6)] == ["pair b"]
+    assert [one.source for one in repeat.claims([("README.md", PAGE)], ["paired b"], folder, 6)] == ["paired b"]
     refused = [True]
 
     def measure(one: commands.Command, into: Path, _log: Path, *, busy: bool) -> bool:
@@ -176,8 +176,8 @@ def test_claims_are_measured_once_and_go_on_where_they_stopped(
     assert tried == ["paired/a.json", "paired/b.json"]
     text = (folder / "report.md").read_text()
     assert text in capsys.readouterr().out
-    measured = "1.00 (1.00 – 1.00, n = 8, a tie) | 8 | 1.00 – 1.00"
-    assert f"| README.md:1: `pair a` | 0.81 (n = 1) | {measured} | unknown | `python -m " in text
+    assert "| README.md:1: `paired a` | 0.81 | a table of 1 rows |  |  | unknown | `python -m " in text
+    assert "| 1.00 (1.00 – 1.00), a tie |" in text
     refused[:] = [False]
     _paired(folder, "b", "0a")  # of other code
     assert repeat.run(found, folder, busy=False) == 0

@@ -319,9 +319,9 @@ def test_bars_compare_with_the_bound_and_with_the_best_setting_of_a_method() -> 
     ]
     verdicts = judge(group(some_results()), bars)
     assert [verdict.met for verdict in verdicts] == [False, True, True, None]
-    assert "dear 1.38 x none, bar 1.40" in verdicts[2].text
-    assert "dear 1.10 x L, bar 1.08" in verdicts[0].text
-    assert "dear 0.92 x ddp:bucket_mb=25, bar 0.95" in verdicts[1].text
+    assert "dear 1.38 (n = 1) x none, bar 1.40" in verdicts[2].text
+    assert "dear 1.10 (n = 1) x L, bar 1.08" in verdicts[0].text
+    assert "dear 0.92 (n = 1) x ddp:bucket_mb=25, bar 0.95" in verdicts[1].text
 
 
 def test_a_bar_may_speak_of_a_method_as_it_comes() -> None:
@@ -337,8 +337,8 @@ def test_a_bar_may_speak_of_a_method_as_it_comes() -> None:
     bars = [Bar("dear", "dear", 1.03, {}, as_it_comes=True), Bar("dear", "ddp", 1.0, {}, as_it_comes=True)]
     found = judge([one], bars)
     assert [verdict.met for verdict in found] == [False, True]
-    assert "dear as it comes 1.11 x dear:threshold_mb=1, bar 1.03" in found[0].text
-    assert "dear as it comes 0.91 x ddp:bucket_mb=1" in found[1].text
+    assert "dear as it comes 1.11 (n = 1) x dear:threshold_mb=1, bar 1.03" in found[0].text
+    assert "dear as it comes 0.91 (n = 1) x ddp:bucket_mb=1" in found[1].text
     (without,) = group([result_of(Settings(method=name), 1.0) for name in ("none", "dear:threshold_mb=1")])
     (verdict,) = judge([without], [Bar("dear", "bound", 1.1, {}, as_it_comes=True)])
     assert verdict.met is None
@@ -358,7 +358,7 @@ def test_a_bar_may_compare_means() -> None:
     )
     (verdict,) = judge(group([result_of(Settings(method="none"), 0.6), waits]), bars)
     assert verdict.met is False
-    assert "co2:outer=localsgd 4.50 x none" in verdict.text
+    assert "co2:outer=localsgd 4.50 (n = 1) x none" in verdict.text
     with pytest.raises(ValueError, match="compares two methods"):
         parse_bars([{"method": "dear", "at_most": 1, "mean": True}], ["dear"])
 
@@ -471,7 +471,7 @@ def test_runs_that_differ_in_their_number_are_one_row_and_are_compared_in_pairs(
     assert (bound.value, bound.n, bound.interval) == (pytest.approx(0.9 * 3.5 / 0.5), 1, None)
     met, missed = judge([one], [Bar("dear", "ddp", 0.91, {}), Bar("dear", "bound", 1.7, {})])
     assert (met.met, missed.met) == (True, False)
-    assert "dear 0.90 (0.90 – 0.90) x ddp, bar 0.91" in met.text
+    assert "dear 0.90 (0.90 – 0.90, n = 6) x ddp, bar 0.91" in met.text
 
 
 def test_a_result_of_before_runs_had_numbers_is_the_first(tmp_path: Path) -> None:
