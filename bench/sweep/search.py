@@ -73,29 +73,33 @@ def _rest(spec: str, run: Settings, option: str) -> str:
 def beyond(search: Search, seconds_of: Callable[[Settings], float | None]) -> list[Settings]:
     """The runs beyond those of the table, in their order; the last ones may have no result, and come next then.
 
-    `seconds_of`: what a step of a run takes, or None where it has no result. Without one of the table's, there are none.
+    `seconds_of`: what a step of a run takes, or None where it has no result. Values are compared by the runs, by their
+    number, that all of them have: often only the fastest is run again. Where they have none in common, there are none.
     """
-    tried: dict[float, list[Settings]] = {}
+    tried: dict[float, dict[int, Settings]] = {}
     for run in search.runs:
-        tried.setdefault(search.value(run), []).append(run)
+        tried.setdefault(search.value(run), {})[run.repeat] = run
     found: list[Settings] = []
     for _ in range(_MOST):
-        taken: dict[float, float] = {}
-        for value, runs in tried.items():
-            known = [seconds for seconds in map(seconds_of, runs) if seconds is not None]
-            if len(known) < len(runs):
-                return found
-            taken[value] = statistics.median(known)
-        best = min(taken, key=lambda value: taken[value])
+        taken = {
+            value: {number: took for number, run in runs.items() if (took := seconds_of(run)) is not None}
+            for value, runs in tried.items()
+        }
+        common = set.intersection(*(set(each) for each in taken.values()))
+        if not common:
+            return found
+        best = min(taken, key=lambda value: statistics.median(taken[value][number] for number in common))
         if search.smaller and best == min(tried):
             next_one = best / 2
         elif search.larger and best == max(tried):
             next_one = best * 2
         else:
             break
-        of_it = [
-            re.sub(rf"\b{search.option}=[^,]+", f"{search.option}={next_one:g}", run.method) for run in tried[best]
-        ]
-        tried[next_one] = [replace(run, method=method) for run, method in zip(tried[best], of_it, strict=True)]
-        found += tried[next_one]
+        tried[next_one] = {
+            number: replace(
+                run, method=re.sub(rf"\b{search.option}=[^,]+", f"{search.option}={next_one:g}", run.method)
+            )
+            for number, run in tried[best].items()
+        }
+        found += tried[next_one].values()
     return found

@@ -519,6 +519,14 @@ def test_a_search_goes_only_where_it_is_told_and_not_for_ever() -> None:
     assert _searched({"methods": ["ddp:bucket_mb={..,1,4}"]}, {"ddp:bucket_mb=1": 1.0})[1] == []  # 4 is missing
 
 
+def test_a_search_knows_what_it_found_where_only_its_best_was_run_again() -> None:
+    sweep = table.parse({"runs": [{"models": ["mlp"], "methods": ["ddp:bucket_mb={..,1,4}"], "repeats": 2}]})
+    ran = {("ddp:bucket_mb=0.5", 0): 1.2, ("ddp:bucket_mb=1", 0): 1.0, ("ddp:bucket_mb=1", 1): 1.1}
+    ran[("ddp:bucket_mb=4", 0)] = 1.5
+    found = sweep.beyond(lambda run: ran.get((run.method, run.repeat)))
+    assert [(run.method, run.repeat) for run in found] == [("ddp:bucket_mb=0.5", 0), ("ddp:bucket_mb=0.5", 1)]
+
+
 def test_each_combination_of_other_options_is_searched_by_itself() -> None:
     seconds = {f"ddp:bucket_mb={size},view={view}": 1.0 for size in ("1", "2", "4") for view in (True, False)}
     seconds |= {"ddp:bucket_mb=1,view=True": 0.5, "ddp:bucket_mb=2,view=False": 0.5}
