@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.claims.source import Source, judged, table
+from bench.claims.source import Source, table, with_interval
 from bench.collectives.levels import LevelRow
 from bench.sweep.ratios import Ratio
 from bench.sweep.report import BUSY_MARK, BUSY_NOTE
@@ -72,7 +72,9 @@ def rings(source: Source) -> str:
 
 def _ratio(value: float | None, n: int, interval: Sequence[float] | None) -> str:
     """A ratio as a cell, with its interval; empty where it was not measured."""
-    return "" if value is None else judged(Ratio(value, n, (interval[0], interval[1]) if interval else None)).cell
+    return (
+        "" if value is None else with_interval(Ratio(value, n, (interval[0], interval[1]) if interval else None)).cell
+    )
 
 
 def _share(row: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from bench.accuracy.curve import apart
 from bench.accuracy.ranks import alike, whose
 from bench.accuracy.report import counted, held_out, reached
 from bench.accuracy.stored import whole
-from bench.claims.source import Source, judged, table
+from bench.claims.source import Source, table, with_interval
 from bench.methods.spec import family_of
 from bench.sweep.ratios import Ratio, paired
 from bench.sweep.report import BUSY_MARK
@@ -41,7 +41,7 @@ def _busy(curve: Mapping[str, Any]) -> str:
 
 
 def _other(ratio: Ratio, itself: bool) -> str:
-    return f"{ratio.value:.2f}" if itself else judged(ratio).cell
+    return f"{ratio.value:.2f}" if itself else with_interval(ratio).cell
 
 
 def curves(source: Source) -> str:
@@ -79,7 +79,7 @@ def curve(source: Source) -> str:
     ends = [(family_of(name), _ends(one)) for name, one in curves.items()]
     sides = [[end for name, end in ends if name == wanted] for wanted in source.methods()]
     mine, other = (min(side, key=lambda end: statistics.median(end.values())) for side in sides)
-    return judged(paired(mine, other)).told
+    return with_interval(paired(mine, other)).told
 
 
 def _runs(source: Source, *, timed: bool) -> dict[str, Any]:

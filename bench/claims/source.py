@@ -14,7 +14,7 @@ from bench.sweep.report import BUSY_MARK, BUSY_NOTE
 from bench.sweep.summary import GROUP, Group, group
 from bench.train.cores import was_busy
 
-__all__ = ["Source", "judged", "table"]
+__all__ = ["Source", "table", "with_interval"]
 
 _NOTES = {"*": "\\* with changes that were not committed.", BUSY_MARK: BUSY_NOTE}
 
@@ -87,7 +87,7 @@ class Source:
         return groups[0]
 
 
-def judged(ratio: Ratio) -> Ratio:
+def with_interval(ratio: Ratio) -> Ratio:
     """The same. Raises ``ValueError`` for one without an interval: pages have none of these."""
     if ratio.interval is None:
         raise ValueError(f"a ratio in a page has an interval, which takes six runs of both sides, not {ratio.n}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from bench.claims.source import Source, judged, table
+from bench.claims.source import Source, table, with_interval
 from bench.methods.spec import family_of
 from bench.sweep.ratios import paired
 from bench.sweep.report import BUSY_MARK, bound_of
@@ -75,7 +75,7 @@ def against(source: Source) -> str:
         if {mine, other} <= one.best.keys():
             sides = [one.best[name] for name in (mine, other)]
             texts = [[f"`{row.method}`" + _mark(row), f"{row.median:.3f}"] for row in sides]
-            ratio = judged(paired(sides[0].runs, sides[1].runs))
+            ratio = with_interval(paired(sides[0].runs, sides[1].runs))
             cells.append([*_place(one), _ratio(one), *texts[0], *texts[1], ratio.cell, str(ratio.n)])
     head = [*_PLACE, "wire/compute", mine, "s", other, "s", f"{mine} / {other}", "n"]
     return table(head, cells)
@@ -135,7 +135,7 @@ def ratio(source: Source) -> str:
     They are the fastest of those that ran as often as any.
     """
     mine, other = _both(source)
-    return judged(paired(mine.runs, other.runs)).told
+    return with_interval(paired(mine.runs, other.runs)).told
 
 
 def _both(source: Source) -> list[Row]:
@@ -165,7 +165,7 @@ def _committed(source: Source, rows: Sequence[Row]) -> None:
 def peak_ratio(source: Source) -> str:
     """peak_ratio SWEEP MINE OTHER [SETTING=…]: a rank's peak over the other's, both with their fastest settings."""
     mine, other = _both(source)
-    return judged(paired(mine.peaks, other.peaks)).told
+    return with_interval(paired(mine.peaks, other.peaks)).told
 
 
 def seconds(source: Source) -> str:

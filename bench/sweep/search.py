@@ -35,6 +35,9 @@ class Search:
     def value(self, run: Settings) -> float:
         return float(parse_spec(run.method)[1][self.option])
 
+    def with_value(self, run: Settings, value: float) -> Settings:
+        return replace(run, method=re.sub(rf"\b{self.option}=[^,]+", f"{self.option}={value:g}", run.method))
+
 
 def expand(spec: str) -> list[str]:
     """All methods that a text means: ``"ddp:bucket_mb={1,4}"`` means two; several braces, all combinations."""
@@ -95,11 +98,6 @@ def beyond(search: Search, seconds_of: Callable[[Settings], float | None]) -> li
             next_one = best * 2
         else:
             break
-        tried[next_one] = {
-            number: replace(
-                run, method=re.sub(rf"\b{search.option}=[^,]+", f"{search.option}={next_one:g}", run.method)
-            )
-            for number, run in tried[best].items()
-        }
+        tried[next_one] = {number: search.with_value(run, next_one) for number, run in tried[best].items()}
         found += tried[next_one].values()
     return found
