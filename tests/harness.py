@@ -68,8 +68,20 @@ class Result:
         found = re.search(r"^rank \d+ of \d+ failed.*", self.output, re.MULTILINE | re.DOTALL)
         text = found.group(0) if found else self.output
         # Those that are ended with it show all of their stacks, and much of these is pytest.
-        text = re.sub(r"^  File \".*/(_?pytest|pluggy)/.*\n", "", text, flags=re.MULTILINE)
+        text = _stacks_once(re.sub(r"^  File \".*/(_?pytest|pluggy)/.*\n", "", text, flags=re.MULTILINE))
         return text[:_SHOWN] if found else text[-_SHOWN:]
+
+
+def _stacks_once(text: str) -> str:
+    """`text` without the stacks that it has already shown: dozens of threads may wait at one place (pure)."""
+    shown = set[str]()
+
+    def stack(found: re.Match[str]) -> str:
+        is_new = found[1] not in shown
+        shown.add(found[1])
+        return found[0] if is_new else ""
+
+    return re.sub(r"^Thread 0x[0-9a-f]+ .*\n((?:  File .*\n)*)\n?", stack, text, flags=re.MULTILINE)
 
 
 def command_for(launcher: str, nranks: int, argv: Sequence[str]) -> list[str]:

@@ -36,6 +36,14 @@ def test_a_hanging_job_ends_in_time_and_shows_where(tmp_path: Path) -> None:
         result.check()
 
 
+def test_what_a_rank_said_is_not_lost_among_stacks_of_threads() -> None:
+    thread = 'Thread 0x00007f29{:08x} (most recent call first):\n  File "/a/b.py", line {} in wait\n\n'
+    stacks = "".join(thread.format(number, 7) for number in range(1000)) + thread.format(1000, 8)
+    current = 'Current thread 0x00007f29e8e08b80 (most recent call first):\n  File "/a/b.py", line 7 in wait\n'
+    shown = Result("", 1, f"rank(s) [1] will not come\n{stacks}{current}", 1.0, False).first_failure()
+    assert shown == f"rank(s) [1] will not come\n{thread.format(0, 7)}{thread.format(1000, 8)}{current}"
+
+
 SLOW_ON_1 = """
 import time
 import dear

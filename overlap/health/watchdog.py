@@ -211,7 +211,7 @@ class Watchdog:
         dead = bool(self._abort_after and work.seconds > self._abort_after)
         here = self._standing()
         training = self._here == _TRAINING
-        left = [rank for rank, since in list(self._left.items()) if now - since > _GRACE_SECONDS]
+        left = self._left_for(_GRACE_SECONDS)
         forsaken = self._abort_after and training and left and here.still_seconds > _GRACE_SECONDS
         if not (late or dead or forsaken):
             return
@@ -220,7 +220,8 @@ class Watchdog:
         answers = self._ask_all()
         if self._closing.is_set() or getattr(work, "done", bool)():
             return  # it ended while others were asked
-        silent = [rank for rank, answer in answers.items() if answer is None or (training and rank in self._left)]
+        gone = self._left_for(self._abort_after) if training else []
+        silent = [rank for rank, answer in answers.items() if answer is None or rank in gone]
         missing = behind(here.lines, {rank: answer.lines for rank, answer in answers.items() if answer})
         lost = [rank for rank in missing if forsaken and rank in left]
         report = "\n".join(self._told(rank, answer) for rank, answer in answers.items())
@@ -239,6 +240,11 @@ class Watchdog:
             log.error("%s\nrank(s) %s are given up", text, self._named(absentees))
         elif not (dead and self._end(answers, report)) and late:
             log.warning("%s", text)
+
+    def _left_for(self, seconds: float) -> list[int]:
+        """The ranks that said more than so long ago that they leave."""
+        now = time.monotonic()
+        return [rank for rank, since in list(self._left.items()) if now - since > seconds]
 
     def _absentees(self, answers: Mapping[int, Standing | None], awaited: Iterable[int]) -> list[int]:
         """Of those that this rank may wait for, which are given up just now, where ranks may be lost."""

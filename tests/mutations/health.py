@@ -19,8 +19,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         "what a rank that has just left handed to its threads is waited for",
         "overlap/health/watchdog.py",
-        "for rank, since in list(self._left.items()) if now - since > _GRACE_SECONDS]",
-        "for rank, since in list(self._left.items())]",
+        "left = self._left_for(_GRACE_SECONDS)",
+        "left = self._left_for(0)",
         _WATCHDOG + "has_left",
     ),
     Mutation(
@@ -33,15 +33,22 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         "a rank that has left is not waited for, though it answers",
         "overlap/health/watchdog.py",
-        "if answer is None or (training and rank in self._left)]",
+        "if answer is None or rank in gone]",
         "if answer is None]",
         _WATCHDOG + "has_left",
     ),
     Mutation(
         "a rank that leaves waits for others that leave",
         "overlap/health/watchdog.py",
-        "(training and rank in self._left)]",
-        "rank in self._left]",
+        "gone = self._left_for(self._abort_after) if training else []",
+        "gone = self._left_for(self._abort_after)",
+        _WATCHDOG + "has_left",
+    ),
+    Mutation(
+        "a rank that computes has as long as any after another one has left",
+        "overlap/health/watchdog.py",
+        "gone = self._left_for(self._abort_after)",
+        "gone = self._left_for(_GRACE_SECONDS)",
         _WATCHDOG + "has_left",
     ),
     Mutation(

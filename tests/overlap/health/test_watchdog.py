@@ -96,8 +96,9 @@ def _watchdog(rank: int = 0, *, warn_after: float = 0.0, abort_after: float = 60
         pytest.param(4.0, 6.0, 10.0, "training", False, id="its threads may have come here meanwhile"),
         pytest.param(6.0, 4.0, 10.0, "training", False, id="this rank has just gone on"),
         pytest.param(6.0, 6.0, 10.0, "in shutdown", False, id="this rank leaves as well"),
-        pytest.param(6.0, 0.0, 61.0, "training", True, id="this rank computes, and its time is over"),
-        pytest.param(6.0, 0.0, 61.0, "in shutdown", False, id="its time is over, and this rank leaves as well"),
+        pytest.param(6.0, 0.0, 61.0, "training", False, id="this rank computes, and it has just left"),
+        pytest.param(61.0, 0.0, 61.0, "training", True, id="this rank computes, and its time is over"),
+        pytest.param(61.0, 0.0, 61.0, "in shutdown", False, id="its time is over, and this rank leaves as well"),
     ],
 )
 def test_a_rank_that_has_left_ends_the_job_where_this_one_waits_for_it(
