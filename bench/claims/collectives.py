@@ -72,9 +72,9 @@ def rings(source: Source) -> str:
 
 def _ratio(value: float | None, n: int, interval: Sequence[float] | None) -> str:
     """A ratio as a cell, with its interval; empty where it was not measured."""
-    return (
-        "" if value is None else with_interval(Ratio(value, n, (interval[0], interval[1]) if interval else None)).cell
-    )
+    if value is None:
+        return ""
+    return with_interval(Ratio(value, n, (interval[0], interval[1]) if interval else None)).cell
 
 
 def _share(row: Mapping[str, Any]) -> str:
