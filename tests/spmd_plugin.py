@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -39,6 +40,16 @@ _stderr = os.fdopen(os.dup(2), "w")
 if RANK > 0:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 faulthandler.register(signal.SIGTERM, _stderr, chain=True)
+
+
+def _tell(record: logging.LogRecord) -> bool:
+    """Say why a job is aborted: what pytest has captured ends with the process."""
+    if record.levelno >= logging.ERROR:
+        print(record.getMessage(), file=_stderr, flush=True)
+    return True
+
+
+logging.getLogger("dear").addFilter(_tell)
 
 
 @pytest.fixture

@@ -100,8 +100,9 @@ def _run(what: str, launcher: str, size: int, env: dict[str, str]) -> tuple[Resu
     plugins = ["tests.spmd_plugin", "no:cacheprovider", "no:logging"]
     options = ["-q", *(word for name in plugins for word in ("-p", name)), "--timeout", "180", "--color", "no"]
     argv = ["-m", "pytest", *options, "--timeout-method", "thread", what]
-    # Tests leave operations that one rank alone has issued, of which the watchdog would tell a minute later, in another.
-    env = {**env, "DEAR_STALL_WARN_SECONDS": "0"}
+    # Tests leave operations that one rank alone has issued, of which the watchdog would tell a minute later, in another,
+    # and which it might take for the end of a job minutes later. Tests have limits of their own.
+    env = {**env, "DEAR_STALL_WARN_SECONDS": "0", "DEAR_STALL_ABORT_SECONDS": "0"}
     *failed, last = run_suite(size, argv, launcher, timeout=_SECONDS, env=env)
     failures = []
     for result in (*failed, last):

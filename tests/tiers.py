@@ -6,9 +6,9 @@ launchers. The full tier has all products. The fast one shows a promise, a test 
 * for three strategies: one that updates in shards, one in which every rank updates all, and one more;
 * in one job of two ranks, or of four where it takes four to show all of it (the marker `four_ranks`); some also alone.
 
-A hash of the promise says which ones, so it is the same in every job and every run. What has to be green is that and the
-second tier: every case of the suite spmd, each in one of the jobs. On a pretended device a promise is shown for two
-strategies.
+A hash of the promise says which ones, so it is the same in every job and every run. That is what every change waits for.
+The second tier, before a release, has every case of the suite spmd, each in one of the jobs. On a pretended device a promise
+is shown for two strategies.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tier(Enum):
     ALL = ""
     FAST = "fast"
     REST = "rest"  # what is not in the fast one
-    BESIDE = "beside"  # of that, what has to be green: the second tier
+    BESIDE = "beside"  # a part of that: the second tier
 
     def takes(self, fast: bool) -> bool:
         """Whether it has a test that is in the fast tier, or is not."""

@@ -12,11 +12,11 @@ A measured number, or a whole table, stands between its source and an end, which
     | method | … |
     <!-- end -->
 
-The functions in `bench/claims/sweeps.py`, `curves.py`, `collectives.py`, `paired.py`, `experiments.py`, `judged.py` and
-`ages.py` are what a source may ask for; `in_words` before one says its number as a word. In the sections that
-`bench/claims/pages.py` names, every number in a table needs one, and in a sentence every one that looks measured: a
-decimal, a factor, seconds, a percentage, MB, twice, a third. Settings and commands stand in code font, limits behind ≤, and
-need none.
+The functions in `bench/claims/sweeps.py`, `curves.py`, `collectives.py`, `paired.py`, `experiments.py`, `pipelines.py`,
+`integrations.py`, `predictions.py`, `judged.py` and `ages.py` are what a source may ask for; `in_words` before one says its
+number as a word. In the sections that `bench/claims/pages.py` names, every number in a table needs one, and in a sentence
+every one that looks measured: a decimal, a factor, seconds, a percentage, MB, twice, a third. Settings and commands stand
+in code font, limits behind ≤, and need none.
 """
 
 from __future__ import annotations

@@ -182,6 +182,19 @@ def _experiment(name: str, found: dict[str, Any], output: Path, _repeats: int) -
     return Command(name, (("-m", "bench.experiments", experiment, *words),), {name: seconds})
 
 
+def _integrations(name: str, found: dict[str, Any], output: Path, repeats: int) -> Command:
+    """A file with losses of one process beside is made for these, and has one pair."""
+    pairs = len(found["pairs"])
+    options = {key: found[key] for key in ("library", "workers", "network", "launcher", "steps")}
+    options |= {"pairs": repeats if pairs > 1 else pairs, "json": output}
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    line = ("-m", "bench.integrations", *words, *["--one-process"] * (found["one_process"] is not None))
+    line += ("--ddp", *found["tried"])
+    curves = [*found["searched"].values(), *(curve for pair in found["pairs"] for curve in pair.values())]
+    seconds = sum(_START_SECONDS + curve["seconds"][-1] for curve in curves)
+    return Command(name, (line,), {name: seconds})
+
+
 def _pipeline(name: str, found: dict[str, Any], output: Path, _repeats: int) -> Command:
     about = found["about"]
     keys = (
@@ -224,6 +237,7 @@ _KINDS: Mapping[str, Callable[[str, dict[str, Any], Path, int], Command]] = {
     "local-sgd": _accuracy,
     "osdp": _experiment,
     "pipeline": _pipeline,
+    "integrations": _integrations,
     "prediction": _predictions,
 }
 

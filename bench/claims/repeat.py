@@ -38,7 +38,10 @@ __all__ = ["Claim", "claims", "compared"]
 FOLDER = Path("build", "claims")  # in ROOT, where commands run
 _NO_CLAIMS = ("about", "all_bars", "sources")  # views of files, not of what was measured
 # Programs that look at the machine, too, before each of their runs.
-_KNOW_BUSY = ("benchmarks.py", "bench.paired", "bench.accuracy", "bench.steps", "bench.collectives", "bench.validation")
+_KNOW_BUSY = (
+    "benchmarks.py",
+    *map("bench.{}".format, ("paired", "accuracy", "steps", "collectives", "validation", "integrations")),
+)
 _TOLD = re.compile(r"\((?:(?P<interval>[\d.]+ – [\d.]+), )?n = (?P<n>\d+)")
 
 

@@ -18,6 +18,7 @@ from bench.claims.ages import AGES
 from bench.claims.collectives import COLLECTIVES
 from bench.claims.curves import CURVES
 from bench.claims.experiments import EXPERIMENTS
+from bench.claims.integrations import INTEGRATIONS
 from bench.claims.judged import JUDGED
 from bench.claims.paired import PAIRED
 from bench.claims.pipelines import PIPELINES
@@ -36,7 +37,18 @@ _IN_WORDS = "in_words"  # before another view, whose number it says as a word: h
 _NUMBER = re.compile(r"\d+\.?\d*")
 VIEWS: Mapping[str, Callable[[Source], str]] = {
     view.__name__: view
-    for several in (SWEEPS, CURVES, COLLECTIVES, PAIRED, EXPERIMENTS, PIPELINES, PREDICTIONS, JUDGED, AGES)
+    for several in (
+        SWEEPS,
+        CURVES,
+        COLLECTIVES,
+        PAIRED,
+        EXPERIMENTS,
+        PIPELINES,
+        INTEGRATIONS,
+        PREDICTIONS,
+        JUDGED,
+        AGES,
+    )
     for view in several
 }
 

@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["of_pair", "of_search", "report", "step_seconds"]
+from bench.sweep.ratios import Ratio, paired
+
+__all__ = ["of_pair", "of_search", "ratio", "report", "side", "step_seconds"]
 
 Curve = Mapping[str, Any]
 WARMUP = 2  # steps in which buckets are made, by DDP as by dear
@@ -17,6 +19,17 @@ def step_seconds(curve: Curve) -> float:
     """The median time of a step, without the first ones."""
     ended = curve["seconds"]
     return statistics.median(after - before for before, after in zip(ended[WARMUP - 1 :], ended[WARMUP:], strict=False))
+
+
+def side(pairs: Sequence[Mapping[str, Curve]], name: str) -> float:
+    """The median of a side's runs, ``"dear"`` or ``"ddp"``, each with the median time of its steps."""
+    return statistics.median(step_seconds(pair[name]) for pair in pairs)
+
+
+def ratio(pairs: Sequence[Mapping[str, Curve]]) -> Ratio:
+    """Of a step with dear, in the library's own DDP's."""
+    times = ({number: step_seconds(pair[name]) for number, pair in enumerate(pairs)} for name in ("dear", "ddp"))
+    return paired(*times)
 
 
 def of_search(searched: Mapping[str, Curve]) -> str:
@@ -32,13 +45,12 @@ def of_pair(pair: Mapping[str, Curve]) -> str:
 
 
 def report(pairs: Sequence[Mapping[str, Curve]], alone: Curve | None, other: str = "ddp") -> str:
-    """The median of the pairs, and a table of losses: of the first pair, and of one process where it ran.
+    """The ratio of the pairs, and a table of losses: of the first pair, and of one process where it ran.
 
     `other`: the setting of DDP in the pairs.
     """
-    ratios = [step_seconds(pair["dear"]) / step_seconds(pair["ddp"]) for pair in pairs]
     curves = {**pairs[0], **({} if alone is None else {"one process": alone})}
-    lines = [f"dear / {other}: median {statistics.median(ratios):.2f} of {len(ratios)} pair(s)", ""]
+    lines = [f"dear / {other}: {ratio(pairs).told}", ""]
     lines.append(f"{'step':>5}" + "".join(f"{name:>14}" for name in curves))
     losses = [curve["loss"] for curve in curves.values()]
     every = max(1, len(losses[0]) // SHOWN)

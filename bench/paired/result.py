@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.sweep.ratios import Ratio, interval
-from bench.train.cores import told
+from bench.train.cores import told, worst
 
 __all__ = ["METHODS", "Paired", "joined", "markdown"]
 
@@ -61,14 +61,13 @@ class Paired:
 def joined(starts: Sequence[Paired]) -> Paired:
     """Several starts of the same as one."""
     first = starts[0]
-    shares = {name: [one.about[name] for one in starts] for name in ("busy_before", "cores_busy")}
-    most = {name: None if None in found else max(found) for name, found in shares.items()}
     blocks = [
         {name: [block for one in starts for block in getattr(one, figure)[name]] for name in METHODS}
         for figure in ("seconds", "cpu_seconds", "sent_bytes")
         if getattr(first, figure)
     ]
-    return Paired(first.first, first.second, {**first.about, **most, "repeats": len(starts)}, *blocks)
+    about = {**first.about, **worst([one.about for one in starts])}
+    return Paired(first.first, first.second, {**about, "repeats": len(starts)}, *blocks)
 
 
 def markdown(found: Paired) -> str:

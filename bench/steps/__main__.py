@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from bench.emulation.cluster import Cluster, ClusterError, parse_rate
 from bench.methods.method import MethodUnavailable
@@ -25,7 +26,7 @@ from bench.methods.registry import method
 from bench.program import at_least, end_in_order
 from bench.steps.course import Course, draw, markdown
 from bench.steps.worker import ASK, DONE
-from bench.train.cores import Busy, busy_share, core_ticks, look, told
+from bench.train.cores import Busy, busy_share, core_ticks, look, told, worst
 from bench.train.launcher import LauncherError, environment, pick
 from bench.train.origin import today
 from bench.train.settings import Settings, to_argv
@@ -102,20 +103,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     emulated = f"{options.model}@even:{options.milliseconds}"
     base = Settings(model=options.model, workers=options.workers, network=options.network, emulate_compute=emulated)
     courses: list[Course] = []
-    shares: list[tuple[float | None, float | None]] = []
+    shares: list[dict[str, float | None]] = []
     failed = False
     for spec in options.methods:
         begun = time.monotonic()
         try:
             busy, cores = look(allowed=options.busy), core_ticks()
             courses.append(run(replace(base, method=spec), options.steps, options.then, options.after))
-            shares.append((busy, busy_share(cores, core_ticks())))
+            shares.append({"busy_before": busy, "cores_busy": busy_share(cores, core_ticks())})
         except (ValueError, Busy, ClusterError, LauncherError, MethodUnavailable) as error:
             sys.stderr.write(f"bench.steps: {spec}: {error}\n")
             failed = True
             continue
         took = f"{time.monotonic() - begun:.0f} s"
-        print(f"bench.steps: {spec} took {took}; {told(shares[-1][1], busy)}", file=sys.stderr)
+        print(f"bench.steps: {spec} took {took}; {told(shares[-1]['cores_busy'], busy)}", file=sys.stderr)
     if not courses:
         return 2
     change = f", {options.then} after {options.after} steps" if options.then else ""
@@ -131,8 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.report.write_text(text)
         draw(courses, picture)
     if options.json is not None:
-        most = [None if None in found else max(found) for found in zip(*shares, strict=True)]  # type: ignore[type-var]
-        data = {"about": about, "origin": today().to_dict(), "busy_before": most[0], "cores_busy": most[1]}
+        data: dict[str, Any] = {"about": about, "origin": today().to_dict(), **worst(shares)}
         data |= {"courses": [asdict(course) for course in courses]}
         options.json.write_text(json.dumps(data, indent=1))
     return 2 if failed else 0

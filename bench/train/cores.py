@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +21,15 @@ __all__ = [
     "stolen_share",
     "told",
     "was_busy",
+    "worst",
 ]
 
 BUSY = 0.1  # of all cores: from here on what others compute is no noise any more
 STOLEN = 0.05  # of all cores' time: from here on other guests of the same host decide how long a step takes
 _WINDOW_SECONDS = 2.0
 _WINDOWS = 10  # what ran before may still be ending
+
+_SHARES = ("busy_before", "cores_busy", "cores_stolen")  # of cores, by their names in results
 
 _STAT = Path("/proc/stat")
 _IDLE = slice(3, 5)  # of its first line: idle, and idle while waiting for a disk
@@ -104,6 +107,12 @@ def told(during: float | None, before: float | None, stolen: float | None = None
     shares = ["unknown" if share is None else f"{share:.0%}" for share in (during, before)]
     taken = f", {stolen:.0%} taken by other guests of the host" if (stolen or 0.0) >= STOLEN else ""
     return f"cores busy {shares[0]}, {shares[1]} before it began{taken}"
+
+
+def worst(runs: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """The largest of each share that these results tell, by its name; None where one of them does not know it (pure)."""
+    shares = {name: [run[name] for run in runs] for name in _SHARES if name in runs[0]}
+    return {name: None if None in found else max(found) for name, found in shares.items()}
 
 
 def was_busy(found: Mapping[str, Any]) -> bool:

@@ -33,6 +33,9 @@ _ANSWER_SECONDS = 5.0
 _QUESTION_SECONDS = 8.0  # with what it takes to send a question, which may be a connection to a store far away
 _NAP_SECONDS = 0.05
 _CONNECTING, _TRAINING, _LEAVING_HERE = "connecting", "training", "in shutdown"
+# Of the limit. From the first part on the others are asked from time to time, so that at the limit it is known of who does
+# not answer whether that has been so for the second part: a rank whose interpreter is busy for seconds is not lost.
+_DOUBTED, _SILENT, _ASKED_EVERY = 0.5, 0.4, 0.05
 _GRACE_SECONDS = 5.0  # for what a rank that leaves had handed to its own threads, and for news on their way
 
 
@@ -43,7 +46,7 @@ class Watchdog:
     ``DEAR_STALL_ABORT_SECONDS`` (600) the job is ended with that message where it can be known that nobody goes on. 0
     switches either off. It is known
 
-    * of a rank that does not answer, or that has already left, for so long,
+    * of a rank that does not answer any more, or that has already left, for so long,
     * within seconds, of a rank that has left before it came to an operation in which this one waits, or
     * if all ranks answer, and for so long each has been inside an operation that some other has not come to, while nothing
       changed anywhere (`overlap.health.deadlock`). Where all wait for operations by name, these raise; else the job is
@@ -86,7 +89,8 @@ class Watchdog:
         self._here = _CONNECTING
         self._leaving_since = 0.0
         self._asking: threading.Thread | None = None
-        self._last_warning = -math.inf
+        self._last_warning = self._last_question = -math.inf
+        self._unanswered: dict[int, float] = {}  # ranks, and since when
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         if comm.size > 1:
@@ -208,20 +212,22 @@ class Watchdog:
         now = time.monotonic()
         quiet = now - self._last_warning < self._warn_after
         late = self._warn_after and work.seconds > self._warn_after and not quiet and not self.is_patient()
-        dead = bool(self._abort_after and work.seconds > self._abort_after)
+        doubted = self._is_older(work, _DOUBTED) and now - self._last_question > self._abort_after * _ASKED_EVERY
         here = self._standing()
         training = self._here == _TRAINING
         left = self._left_for(_GRACE_SECONDS)
         forsaken = self._abort_after and training and left and here.still_seconds > _GRACE_SECONDS
-        if not (late or dead or forsaken):
+        if not (late or doubted or self._is_older(work, 1.0) or forsaken):
             return
         if late:  # an operation that is overdue is judged once a second, and goes on being reported
             self._last_warning = now
         answers = self._ask_all()
+        self._note(answers, now)
         if self._closing.is_set() or getattr(work, "done", bool)():
             return  # it ended while others were asked
+        dead = self._is_older(work, 1.0)
         gone = self._left_for(self._abort_after) if training else []
-        silent = [rank for rank, answer in answers.items() if answer is None or rank in gone]
+        silent = [rank for rank in answers if rank in gone or self._is_silent(rank)]
         missing = behind(here.lines, {rank: answer.lines for rank, answer in answers.items() if answer})
         lost = [rank for rank in missing if forsaken and rank in left]
         report = "\n".join(self._told(rank, answer) for rank, answer in answers.items())
@@ -238,8 +244,24 @@ class Watchdog:
             self._comm.abort(1)
         elif dead and (absentees := self._absentees(answers, answers if here.undecided else missing)):
             log.error("%s\nrank(s) %s are given up", text, self._named(absentees))
-        elif not (dead and self._end(answers, report)) and late:
+        elif not (dead and None not in answers.values() and self._end(answers, report)) and late:
             log.warning("%s", text)
+
+    def _is_older(self, work: Awaited, part: float) -> bool:
+        """Whether an operation has not ended for this part of the limit, if there is one."""
+        return bool(self._abort_after and work.seconds > self._abort_after * part)
+
+    def _note(self, answers: Mapping[int, Standing | None], asked: float) -> None:
+        """Who has not answered a question that was `asked` then."""
+        self._last_question = asked
+        self._unanswered = {
+            rank: self._unanswered.get(rank, asked) for rank, answer in answers.items() if answer is None
+        }
+
+    def _is_silent(self, rank: int) -> bool:
+        """Whether it has answered nothing for long, of which a busy interpreter is no explanation."""
+        since = self._unanswered.get(rank, math.inf)
+        return time.monotonic() - since > self._abort_after * _SILENT
 
     def _left_for(self, seconds: float) -> list[int]:
         """The ranks that said more than so long ago that they leave."""

@@ -13,6 +13,7 @@ import pytest
 from bench.integrations import __main__ as program
 from bench.integrations.__main__ import WORKERS, constructor
 from bench.integrations.report import of_pair, of_search, report, step_seconds
+from bench.train.cores import Busy
 from bench.train.settings import Settings
 from tests.harness import ROOT, run_ranks
 
@@ -30,7 +31,7 @@ def test_the_first_steps_are_not_counted() -> None:
 @pytest.mark.parametrize("alone", [None, DDP])
 def test_losses_lie_side_by_side(alone: dict[str, list[float]] | None) -> None:
     lines = report([{"ddp": DDP, "dear": DEAR}, {"ddp": DDP, "dear": DDP}], alone, "ddp:bucket_mb=4").splitlines()
-    assert lines[0] == "dear / ddp:bucket_mb=4: median 0.75 of 2 pair(s)"
+    assert lines[0] == "dear / ddp:bucket_mb=4: 0.75 (n = 2)"
     assert lines[2].split() == ["step", "ddp", "dear", *([] if alone is None else ["one", "process"])]
     assert lines[7].split() == ["5", "0.500000", "0.250000", *([] if alone is None else ["0.500000"])]
     assert lines[-1] == "losses at the same step are at most 0.25 apart, over 5 steps"
@@ -60,6 +61,7 @@ class Launches:
         self.seconds, self.made = seconds, list[tuple[str, str | None]]()
         monkeypatch.setattr(program.launcher, "launch", self._launch)
         monkeypatch.setattr(program, "end_in_order", lambda: None)
+        monkeypatch.setattr(program, "look", lambda allowed: 0.02)
         self._patch = monkeypatch
 
     def _launch(self, settings: Settings, _method: object, argv: list[str]) -> None:
@@ -76,8 +78,9 @@ class Launches:
 
 def test_the_bucket_of_ddp_is_searched_in_both_directions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(monkeypatch, {0.25: 2.2, 0.5: 2.0, 1: 2.1, 4: 2.3, 25: 3.0})
+    buckets = "ddp:bucket_mb={..,1,4,25,..}"
     output = tmp_path / "results" / "accelerate.json"
-    assert launches("--launcher", "mpi", "--pairs", "2", "--json", str(output)) == 0
+    assert launches("--ddp", buckets, "--launcher", "mpi", "--pairs", "2", "--json", str(output)) == 0
     searched = [f"ddp:bucket_mb={size}" for size in ("1", "4", "25", "0.5", "0.25")]
     best = "ddp:bucket_mb=0.5"
     assert [method for method, _ in launches.made] == [*searched, best, "dear", "dear", best]
@@ -85,6 +88,32 @@ def test_the_bucket_of_ddp_is_searched_in_both_directions(tmp_path: Path, monkey
     left = json.loads(output.read_text())
     assert (left["ddp"], list(left["searched"]), left["launcher"], len(left["pairs"])) == (best, searched, "mpi", 2)
     assert left["searched"]["ddp:bucket_mb=25"]["seconds"] == [3.0, 6.0, 9.0, 12.0]
+    assert (left["tried"], left["busy_before"]) == ([buckets], 0.02)
+
+
+def test_views_and_static_graph_are_tried_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches = Launches(monkeypatch, {0.5: 2.2, 1: 2.1, 4: 2.3, 25: 3.0})
+    assert launches("--pairs", "1") == 0
+    with_views = [method for method, _ in launches.made if "view=True,static_graph=True" in method]
+    assert sorted(with_views) == [f"ddp:bucket_mb={size},view=True,static_graph=True" for size in ("0.5", "1", "4")]
+    assert "dear / ddp:bucket_mb=1: 0.48 (n = 1)" in capsys.readouterr().out
+
+
+def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    launches = Launches(monkeypatch, {None: 2.0})
+
+    def look(*, allowed: bool) -> float:
+        if allowed:
+            return 0.5
+        raise Busy("others")
+
+    monkeypatch.setattr(program, "look", look)
+    assert launches("--ddp", "ddp", "--pairs", "1") == 2
+    assert capsys.readouterr().err == "bench.integrations: others\n"
+    assert launches("--ddp", "ddp", "--pairs", "1", "--busy") == 0
+    assert "50% before it began" in capsys.readouterr().out
 
 
 def test_a_single_setting_of_ddp_is_not_searched(

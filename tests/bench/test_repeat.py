@@ -84,6 +84,9 @@ CURVES = {
 }
 TRIES = [{"rate": rate, "seconds": 2.0} for rate in (0.001, 0.01)]
 SEARCHED = {"dear": {**CURVES["dear"], "search": {"steps": 3, "tries": TRIES}}}
+WITHIN = {"library": "accelerate", "workers": 2, "network": "1gbit", "launcher": "mpi", "steps": 20,
+          "tried": ["ddp:bucket_mb={..,1,4}"], "searched": {"ddp:bucket_mb=1": CURVES["dear"]},
+          "pairs": [{"ddp": CURVES["dear"], "dear": CURVES["dear"]}] * 7, "one_process": None}  # fmt: skip
 PREDICTED = {"cells": [{"settings": {"method": "dear"}, "measured": 1.0}]}
 MODES = {"network": "1gbit", "arguments": ["--layers", "2"], "runs": [{"hosts": 2, "ranks": 4, "step_seconds": [1.0]}]}
 
@@ -104,6 +107,8 @@ MODES = {"network": "1gbit", "arguments": ["--layers", "2"], "runs": [{"hosts": 
          "--steps 5 --seeds 2 --output out/local-sgd/seconds.png --rates 0.001 0.01 --search-steps 3 --methods dear"),
         ("accuracy/gpt2-mpi.json", {"dear": CURVES["dear"]}, "-m bench.accuracy --task gpt2 --workers 2 --network 1gbit "
          "--launcher mpi --steps 5 --seeds 6 --output out/accuracy/gpt2-mpi.png --methods dear"),
+        ("integrations/a.json", WITHIN, "-m bench.integrations --library accelerate --workers 2 --network 1gbit "
+         "--launcher mpi --steps 20 --pairs 6 --json out/integrations/a.json --ddp 'ddp:bucket_mb={..,1,4}'"),
         ("osdp/bert-2.json", MODES, "-m bench.experiments bert --hosts 2 --ranks-per-host 2 --network 1gbit "
          "--json out/osdp/bert-2.json -- --layers 2"),
         ("prediction/sealed-runs.json", PREDICTED, "-m bench.validation configs/sweeps/sealed.toml "

@@ -15,7 +15,6 @@ ALONE = ("accumulated", "adversaries", "shared", "dispatched", "scaled")
 SHARDED = tuple(f"fsdp {name}" for name in (*ALONE, "resumed"))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
 def test_scripts_come_to_what_the_librarys_own_ddp_does(launcher: str, tmp_path: Path) -> None:
     compare(

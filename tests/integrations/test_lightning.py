@@ -50,7 +50,6 @@ print(f"rank {{dear.rank()}} of {{dear.size()}}: {{len(trainer.train_dataloader)
 """
 
 
-@pytest.mark.full
 def test_losses_and_checkpoints_are_those_of_ddp() -> None:
     in_ranks([*TRAINER], "mpi", chosen="test_losses_are or test_checkpoints_are")
 

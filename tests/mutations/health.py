@@ -33,8 +33,8 @@ MUTATIONS: list[Mutation] = [
     Mutation(
         "a rank that has left is not waited for, though it answers",
         "overlap/health/watchdog.py",
-        "if answer is None or rank in gone]",
-        "if answer is None]",
+        "if rank in gone or self._is_silent(rank)]",
+        "if self._is_silent(rank)]",
         _WATCHDOG + "has_left",
     ),
     Mutation(
@@ -50,6 +50,27 @@ MUTATIONS: list[Mutation] = [
         "gone = self._left_for(self._abort_after)",
         "gone = self._left_for(_GRACE_SECONDS)",
         _WATCHDOG + "has_left",
+    ),
+    Mutation(
+        "a rank that does not answer once is not lost",
+        "overlap/health/watchdog.py",
+        "return time.monotonic() - since > self._abort_after * _SILENT",
+        "return since < math.inf",
+        _WATCHDOG + "answer",
+    ),
+    Mutation(
+        "a rank that answers again is not lost",
+        "overlap/health/watchdog.py",
+        "for rank, answer in answers.items() if answer is None\n        }",
+        "for rank in {*self._unanswered, *(rank for rank, answer in answers.items() if answer is None)}\n        }",
+        _WATCHDOG + "answer",
+    ),
+    Mutation(
+        "others are asked before the limit, so that it holds for who never answers",
+        "overlap/health/watchdog.py",
+        "doubted = self._is_older(work, _DOUBTED) and",
+        "doubted = False and",
+        _WATCHDOG + "answer",
     ),
     Mutation(
         "the limit holds in every state",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -32,21 +33,50 @@ def _end(_status: int) -> None:
     raise _Ended
 
 
+class _Clock:
+    """Second by second, a watchdog judges an operation that does not end; rank 1 answers where it is told so."""
+
+    def __init__(self, watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.watchdog, self.operation, self.now, self.asked = watchdog, _Operation(), 100.0, list[float]()
+        self.answers = lambda second: False
+        monkeypatch.setattr("overlap.health.watchdog.time.monotonic", lambda: self.now)
+        monkeypatch.setattr(watchdog, "_ask_all", self._ask)
+
+    def _ask(self) -> dict[int, Standing | None]:
+        self.asked.append(self.operation.seconds)
+        here = self.watchdog._standing()
+        return {0: here, 1: here if self.answers(self.operation.seconds) else None}
+
+    def run(self, until: int) -> None:
+        for second in range(1, until + 1):
+            self.now, self.operation.seconds = 100.0 + second, float(second)
+            self.watchdog._judge(self.operation)
+
+
 def test_a_rank_that_does_not_answer_ends_the_job_when_its_time_is_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    comm: Any = SimpleNamespace(rank=0, size=1, abort=_end, pending=list, lines=dict)
-    limits = {"warn_after": 0.0, "abort_after": 6.0}
-    watchdog = Watchdog(comm, SimpleNamespace(), "here", **limits)  # type: ignore[arg-type]
-    monkeypatch.setattr(watchdog, "_ask_all", lambda: {0: watchdog._standing(), 1: None})
-    operation = _Operation()
-    operation.seconds = 6.0
-    watchdog._judge(operation)
-    operation.seconds = 6.1
+    clock = _Clock(_watchdog(), monkeypatch)
     with caplog.at_level(logging.WARNING, "dear"), pytest.raises(_Ended):
-        watchdog._judge(operation)
+        clock.run(70)
+    assert clock.operation.seconds == 61
+    assert clock.asked == [31, 35, 39, 43, 47, 51, 55, 59, 61]
     assert "rank 1: no answer" in caplog.text
-    assert "rank(s) [1] will not come" in caplog.text
+    assert "rank(s) [1] on b will not come" in caplog.text
+
+
+@pytest.mark.parametrize(("from_", "to", "ends"), [(40, 61, False), (61, 80, False), (61, 90, True), (31, 70, True)])
+def test_a_rank_that_does_not_answer_for_a_while_is_not_lost(
+    from_: int, to: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its interpreter is busy: it compiles, say, or loads a file."""
+    clock = _Clock(_watchdog(), monkeypatch)
+    clock.answers = lambda second: not from_ <= second < to
+    if ends:
+        with pytest.raises(_Ended):
+            clock.run(120)
+    else:
+        clock.run(120)
 
 
 def test_who_waits_is_told_apart_from_who_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -125,6 +155,7 @@ def test_a_rank_that_does_not_answer_ends_the_job_in_every_state(
     watchdog, operation = _watchdog(), _Operation()
     monkeypatch.setattr(watchdog, "_ask_all", lambda: {0: watchdog._standing(), 1: None})
     watchdog._here, operation.seconds = state, 61.0
+    watchdog._unanswered[1] = time.monotonic() - 30.0
     with caplog.at_level(logging.WARNING, "dear"), pytest.raises(_Ended):
         watchdog._judge(operation)
     assert "rank 1: no answer (b)\nrank(s) [1] on b will not come; aborting the job" in caplog.text
@@ -135,6 +166,7 @@ def test_what_has_ended_while_others_were_asked_ends_nothing(monkeypatch: pytest
     watchdog, operation = _watchdog(), _Operation()
     monkeypatch.setattr(watchdog, "_ask_all", lambda: {0: watchdog._standing(), 1: None})
     watchdog._here, operation.seconds = "in shutdown", 61.0
+    watchdog._unanswered[1] = time.monotonic() - 30.0
     operation.done = lambda: True  # type: ignore[attr-defined]
     watchdog._judge(operation)
 
