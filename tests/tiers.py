@@ -7,8 +7,8 @@ launchers. The full tier has all products. The fast one shows a promise, a test 
 * in one job of two ranks, or of four where it takes four to show all of it (the marker `four_ranks`); some also alone.
 
 A hash of the promise says which ones, so it is the same in every job and every run. That is what every change waits for.
-The second tier, before a release, has every case of the suite spmd, each in one of the jobs. On a pretended device a promise
-is shown for two strategies.
+The second tier, before a release, has every case of the suite spmd, each in one of the jobs. On a pretended device a
+promise is shown for two strategies.
 """
 
 from __future__ import annotations
