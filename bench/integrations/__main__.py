@@ -47,6 +47,7 @@ TAKEN = {
     "lightning": ("bucket_mb", "view", "static_graph"),
     "transformers": ("bucket_mb", "static_graph"),
 }
+TRIES = 3  # of a run that fails: processes of torch's own sometimes do not end in order
 #: What is tried of DDP's settings.
 DDP = {
     "accelerate": ["ddp:bucket_mb={..,1,4,25,..}", "ddp:bucket_mb={..,1,4,..},view=True,static_graph=True"],
@@ -130,9 +131,15 @@ def main() -> int:
     pairs: list[dict[str, Any]] = []
     shares: list[dict[str, float | None]] = []
 
-    def measure(spec: str, workers: int = arguments.workers) -> dict[str, Any]:
+    def measure(spec: str, workers: int = arguments.workers, tries: int = TRIES) -> dict[str, Any]:
         before, begun = look(allowed=arguments.busy), core_ticks()
-        curve = run(spec, workers, arguments)
+        try:
+            curve = run(spec, workers, arguments)
+        except (ClusterError, launcher.LauncherError) as error:
+            if tries == 1:
+                raise
+            sys.stderr.write(f"bench.integrations: {spec}: {error}; once more\n")
+            return measure(spec, workers, tries - 1)
         cores = begun, core_ticks()
         shares.append({"busy_before": before, "cores_busy": busy_share(*cores), "cores_stolen": stolen_share(*cores)})
         return curve

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.emulation.cluster import ClusterError
 from bench.integrations import __main__ as program
 from bench.integrations.__main__ import WORKERS, constructor
 from bench.integrations.report import of_pair, of_search, report, step_seconds
@@ -58,7 +59,7 @@ class Launches:
     """Stands in for the launcher: runs of DDP take what `seconds` says of its bucket, dear's take one second."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[float | None, float]) -> None:
-        self.seconds, self.made = seconds, list[tuple[str, str | None]]()
+        self.seconds, self.made, self.failures = seconds, list[tuple[str, str | None]](), 0
         monkeypatch.setattr(program.launcher, "launch", self._launch)
         monkeypatch.setattr(program, "end_in_order", lambda: None)
         monkeypatch.setattr(program, "look", lambda allowed: 0.02)
@@ -66,6 +67,9 @@ class Launches:
 
     def _launch(self, settings: Settings, _method: object, argv: list[str]) -> None:
         self.made.append((settings.method, settings.launcher))
+        if self.failures:
+            self.failures -= 1
+            raise ClusterError("a job was ended by SIGABRT")
         task: dict[str, Any] = json.loads(argv[-1])
         step = self.seconds[task["ddp"].get("bucket_cap_mb")] if task["method"] == "ddp" else 1.0
         ended = [step * number for number in range(1, task["steps"] + 1)]
@@ -99,6 +103,17 @@ def test_views_and_static_graph_are_tried_too(
     with_views = [method for method, _ in launches.made if "view=True,static_graph=True" in method]
     assert sorted(with_views) == [f"ddp:bucket_mb={size},view=True,static_graph=True" for size in ("0.5", "1", "4")]
     assert "dear / ddp:bucket_mb=1: 0.48 (n = 1)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("failures", "status", "runs"), [(2, 0, 4), (3, 2, 3)])
+def test_a_run_that_fails_is_made_again(
+    failures: int, status: int, runs: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches = Launches(monkeypatch, {None: 2.0})
+    launches.failures = failures
+    assert launches("--ddp", "ddp", "--pairs", "1") == status
+    assert len(launches.made) == runs
+    assert capsys.readouterr().err.count("ddp: a job was ended by SIGABRT; once more") == 2
 
 
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
